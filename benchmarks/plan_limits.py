@@ -190,27 +190,25 @@ def measure(row: Row) -> dict[str, Any]:
     mesh: Axes = (("dp", row.mesh),) if isinstance(row.mesh, int) else row.mesh
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     limit = limit_in_bytes(None, profile)
-    request = _on(mesh, Request(mesh, profile, precision=policy, memory_limit=limit, loss_chunks=row.chunks))
+    request = Request(mesh, profile, precision=policy, memory_limit=limit, loss_chunks=row.chunks).on(mesh)
     call = call_of((), inputs)
     captured = Planner(model.train(), request).capture(call)
     gc.freeze()  # garbage is looked for as while the command plans
     start = time.process_time()
     try:
         with UNSHOWN.phase("search"):
+            evaluator = None
             if isinstance(row.mesh, int):
-                request = _on(MeshSearch(request, captured, call, row.mesh).choose().mesh, request)
-            evaluator = Evaluator(request, captured, call)
+                search = MeshSearch(request, captured, call, row.mesh)
+                mesh = search.choose().mesh
+                request, evaluator = request.on(mesh), search.evaluators.get(mesh)
+            evaluator = evaluator or Evaluator(request, captured, call)
             outcome = evaluator.best(proposals(evaluator))
         plan = outcome.require()
     except PlanError as error:
         return {"error": str(error), "search": time.process_time() - start}
     found = {"search": time.process_time() - start, "gap": plan.gap, "again": len(plan.recompute)}
     return found | _predicted(evaluator, outcome) | _presets(request, captured, call, evaluator, plan)
-
-
-def _on(mesh: Axes, request: Request) -> Request:
-    inner = tuple(axis for axis in mesh if axis[0] != PIPELINE_AXIS)
-    return replace(request, axes=inner, stages=dict(mesh).get(PIPELINE_AXIS, 0))
 
 
 def _predicted(evaluator: Evaluator, outcome: Outcome) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from autoparallel.placements import (
     cut_along,
     dual_layout,
     format_layout,
+    reaches_all,
     shards_of,
 )
 from autoparallel.placements.redistribution import Redistributor, Step
@@ -264,6 +265,8 @@ def _ways(
 
     sync = path(gradient_layout, at_rest, dtype.itemsize) if back is None else back
     scattered = tuple(rest if rest.kind == "S" else p for p, rest in zip(gradient_layout, at_rest, strict=True))
+    if not reaches_all(shape, scattered, redistributor.axis_sizes):
+        scattered = at_rest
     hybrid = path(gradient_layout, scattered, reduce_dtype.itemsize), path(scattered, at_rest, reduce_dtype.itemsize)
     return {"per_step": ((), sync), "per_microbatch": (sync, ()), "across_replicas_per_step": hybrid}
 

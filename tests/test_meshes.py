@@ -6,7 +6,6 @@ import copy
 import json
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
+from autoparallel.comm.world import Axes
 from autoparallel.data import from_data, to_data
 from autoparallel.decisions.meshes import Alternative, MeshChoice
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU, H100, Profile
 from autoparallel.plan import Plan
+from autoparallel.planner import layouts
 from autoparallel.planner.candidates import evaluation
 from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.candidates.meshes import MeshSearch, distinct, factored, inside, splits
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.request.request import Request
+from autoparallel.planner.space.problem import Problem
 from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.tools.cli import main
 from tests.captures import draft
@@ -58,9 +60,15 @@ class WithLoss(Deep):
 
 
 def _search(
-    model: nn.Module, devices: int, profile: Profile = CPU, rows: int = 16, loss: Any = F.mse_loss, **options: Any
+    model: nn.Module,
+    devices: int,
+    profile: Profile = CPU,
+    rows: int = 16,
+    loss: Any = F.mse_loss,
+    width: int = 16,
+    **options: Any,
 ) -> MeshSearch:
-    x = torch.empty(rows, 16)
+    x = torch.empty(rows, width)
     call = call_of((x, x) if loss else (x,), with_target=loss is not None)
     request = Request((("dp", devices),), profile, loss_fn=loss, **options)
     captured = Planner(model, request).capture(call)
@@ -97,11 +105,10 @@ def test_searches_are_bounded_and_what_was_not_tried_is_listed() -> None:
     search = _search(Deep(), 64, H100, rows=64)
     priced: list[Any] = []
     choice = search.choose(lambda price, meshes: priced.extend(meshes) or [price(m) for m in meshes])  # type: ignore[func-returns-value]
-    again = len(priced) - len(set(priced))
     plain = {m for m in priced if m[0][0] != "pp"}
-    assert len(plain) <= 1 + THRESHOLDS.two_axes + THRESHOLDS.three_axes and again <= THRESHOLDS.close_meshes
-    assert len(priced) - again - len(plain) <= THRESHOLDS.pipelines
-    assert sorted(set(priced)) == sorted(a.mesh for a in choice.tried)
+    assert len(plain) <= 1 + THRESHOLDS.two_axes + THRESHOLDS.three_axes
+    assert len(priced) - len(plain) <= THRESHOLDS.pipelines
+    assert sorted(priced) == sorted(a.mesh for a in choice.tried)
     shapes = {tuple(n for _, n in mesh) for mesh in [*plain, *(m for m in choice.untried if m[0][0] != "pp")]}
     assert shapes == {s for axes in (1, 2, 3) for s in distinct(factored(64, axes), H100)}
     assert not set(priced) & set(choice.untried)
@@ -110,18 +117,32 @@ def test_searches_are_bounded_and_what_was_not_tried_is_listed() -> None:
 # ------------------------------------------------------------------------------------------------------------- choices
 
 
-def test_meshes_that_are_close_are_looked_at_with_all_presets() -> None:
-    again: list[Any] = []
+def test_a_mesh_is_searched_no_further_than_tells_that_it_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, limit = Deep(width=64, layers=8), 2.5e6
+    options = {"rows": 4096, "width": 64, "memory_limit": limit}
+    search = replace(_search(model, 4, H100, **options), refusal="none is asked for")
+    limits: set[float | None] = set()
 
-    def spread(price: Any, meshes: Any) -> list[Alternative]:
-        thorough = isinstance(price, partial) and price.keywords["thorough"]
-        again.extend(meshes if thorough else ())
-        first = {8: 0.9 if thorough else 1.02, 4: 1.0}
-        return [Alternative(mesh, first.get(mesh[0][1], 1.1), 1.0) for mesh in meshes]
+    def cheapest(problem: Problem, memory_limit: float | None = None, *rest: Any, **how: Any) -> Plan:
+        limits.add(memory_limit)
+        return layouts.cheapest(problem, memory_limit, *rest, **how)
 
-    choice = replace(_search(Deep(), 8), refusal="none is asked for").choose(spread)
-    assert [mesh[0][1] for mesh in again] == [4, 8]
-    assert choice.mesh == (("dp", 8),) and choice.tried[0].seconds == 0.9
+    monkeypatch.setattr(evaluation, "cheapest", cheapest)
+    meshes: list[Axes] = [(("dp", 4),), (("dp", 2), ("tp", 2))]
+    whole = {mesh: search.price(mesh) for mesh in meshes}
+    assert limits == {None, limit}
+    limits.clear()
+    late = search.price(meshes[1], below=1e-9)
+    assert limits == {None}
+    assert late.seconds is not None and late.memory is not None and late.memory > limit  # it need not fit
+    choice = search.choose()
+    assert choice.tried[0] == min(whole.values(), key=lambda a: a.seconds_within(limit))
+    assert {a.mesh for a in choice.tried} == {*meshes}
+
+    monkeypatch.setattr(evaluation, "cheapest", None)  # what was searched is not searched again
+    planner, evaluator = Planner(model, search.request.on(choice.mesh)), search.evaluators[choice.mesh]
+    plan = planner.search(search.captured, search.call, evaluator=evaluator)
+    assert evaluator.forecast(plan).seconds == choice.tried[0].seconds
 
 
 def test_the_choice_is_the_cheapest_and_survives_a_file() -> None:

@@ -14,8 +14,9 @@ class Alternative:
 
     Attributes:
         mesh: its axes by name and size, "pp" first where it is a pipeline.
-        seconds: of a step, as predicted from short models; None where there is no plan.
-        memory: bytes per device, likewise.
+        seconds: of a step, as predicted from short models; None where there is no plan. Where every plan is slower than
+            what another mesh has, that of one which need not fit.
+        memory: bytes per device of the same plan, likewise.
         schedule, microbatches, bubble: of a pipeline; the bubble is the part of the schedule in which ranks wait.
         problem: why there is no plan, or why it cannot be taken.
     """
@@ -37,6 +38,11 @@ class Alternative:
         over = capacity is not None and self.memory is not None and self.memory > capacity
         seconds = math.inf if self.seconds is None else self.seconds
         return self.seconds is None, bool(self.problem), over, seconds
+
+    def seconds_within(self, capacity: float | None) -> float:
+        """The seconds of a step, where the mesh can be taken and its plan fits; else infinitely many."""
+        *faults, seconds = self.order(capacity)
+        return math.inf if any(faults) else seconds
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ class Thresholds:
 
     Attributes:
         nearly_equal: Plans whose prices add up to at most so many times that of another are compared by predicting
-            both, on hardware where nothing hides behind anything; so are meshes whose first looks do.
+            both, on hardware where nothing hides behind anything.
         rooms: How often a search within a limit is told to leave more room, or less.
         spare: The part of a limit that may stay unused without another search.
         sparing: Seconds that a byte is worth where as little memory as possible is asked for.
@@ -28,7 +28,6 @@ class Thresholds:
         slopes: At how many prices of a byte it is looked at how long stages take within their memory.
         two_axes, three_axes, pipelines: How many meshes of two and of three axes, and how many pipelines, are searched
             at most where the mesh is open.
-        close_meshes: How many of the meshes whose plans are nearly equal are planned with all presets, too.
     """
 
     nearly_equal: float = 1.25
@@ -47,7 +46,6 @@ class Thresholds:
     two_axes: int = 6
     three_axes: int = 2
     pipelines: int = 8
-    close_meshes: int = 2
 
 
 THRESHOLDS = Thresholds()

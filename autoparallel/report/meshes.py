@@ -16,7 +16,10 @@ def choice_blocks(choice: MeshChoice | None) -> list[Block]:
         return []
     heads = ("mesh", "step", "memory", "pipeline", "bubble", "")
     rows = [_row(alternative, choice) for alternative in choice.tried]
-    words = f"The mesh was chosen by {len(choice.tried)} searches; step and memory as short models tell:"
+    words = (
+        f"The mesh was chosen by {len(choice.tried)} searches; step and memory as short models tell (of a mesh that "
+        "is slower anyway, those of a plan that need not fit):"
+    )
     return [words, Table(heads, rows, right=("step", "memory", "bubble"), chosen=0), *_notes(choice)]
 
 

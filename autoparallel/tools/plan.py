@@ -141,10 +141,11 @@ def _answer(options: argparse.Namespace, cache: PlanCache | None) -> Answer:
         captured = Planner(source.model, request).capture(call)
     gc.freeze()  # what there is lives on: a tenth of the command's time went into looking through it for garbage
     choice: MeshChoice | None = None
+    evaluator: Evaluator | None = None
     if isinstance(mesh, int):
-        choice = _choose(request, captured, call, mesh)
+        choice, evaluator = _choose(request, captured, call, mesh)
         request = request.on(choice.mesh)
-    compared = compare(source, request, call, captured, _presets(options, request), choice, cache)
+    compared = compare(source, request, call, captured, _presets(options, request), choice, evaluator, cache)
     larger = [_on_more_devices(source, request, call, captured, mesh, 2**i) for i in range(1, options.doublings + 1)]
     compared = replace(compared, larger=larger)
     plan = compared.plan
@@ -169,9 +170,12 @@ wrote {options.out}; run it, without a search, with
     return Answer("\n\n".join(map(str, texts)), files)
 
 
-def _choose(request: Request, captured: Captured, call: Call, devices: int) -> MeshChoice:
+def _choose(request: Request, captured: Captured, call: Call, devices: int) -> tuple[MeshChoice, Evaluator | None]:
+    """How devices are factored, and what searched the mesh that was chosen."""
+    search = MeshSearch(request, captured, call, devices, refusal=_refusal(request))
     with _progress(f"mesh of {devices}").phase("search"):
-        return MeshSearch(request, captured, call, devices, refusal=_refusal(request)).choose()
+        choice = search.choose()
+    return choice, search.evaluators.get(choice.mesh)
 
 
 def _on_more_devices(
@@ -179,12 +183,14 @@ def _on_more_devices(
 ) -> Comparison:
     """What would be decided on so many times the devices, of the same step."""
     try:
+        evaluator: Evaluator | None = None
         if isinstance(mesh, int):
-            axes = _choose(request, captured, call, times * mesh).mesh
+            choice, evaluator = _choose(request, captured, call, times * mesh)
+            axes = choice.mesh
         else:
             grown = next(name for name, _ in mesh if name != "pp" or len(mesh) == 1)
             axes = tuple([(name, size * times if name == grown else size) for name, size in mesh])
-        return compare(source, request.on(axes), call, captured, [])
+        return compare(source, request.on(axes), call, captured, [], evaluator=evaluator)
     except (PlanError, ValueError) as error:
         raise UsageError(f"--doublings: {times} times the devices: {error}") from error
 
@@ -307,6 +313,7 @@ def compare(
     captured: Captured,
     presets: list[str],
     choice: MeshChoice | None = None,
+    evaluator: Evaluator | None = None,
     cache: PlanCache | None = None,
 ) -> Comparison:
     """The plan that is asked for, and the presets beside it; each is searched and predicted.
@@ -314,10 +321,11 @@ def compare(
     Args:
         captured: the model's graph.
         choice: how the mesh was chosen, for the first plan to tell.
+        evaluator: of this request, where it was searched already.
     """
     plans: dict[str, tuple[Plan, Prediction]] = {}
     problems: dict[str, str] = {}
-    evaluator = Evaluator(request, captured, call)
+    evaluator = evaluator or Evaluator(request, captured, call)
     others = evaluator if request.pins == Pins() else Evaluator(replace(request, pins=Pins()), captured, call)
     for name in [request.origin, *presets]:
         chosen = not plans

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from autoparallel.graph.sizes import Sizes
+from autoparallel.hardware import H100
 from autoparallel.passes.hoist_parameter_chains import (
     ParameterChain,
     hoist_parameter_chains,
@@ -20,6 +22,9 @@ from autoparallel.passes.specification import PlacementError
 from autoparallel.passes.verify_placements import verify_placements
 from autoparallel.placements import Replicate, format_layout, parse_layout
 from autoparallel.placements.redistribution import Step
+from autoparallel.planner.draft import call_of
+from autoparallel.planner.request.request import Request
+from tests.captures import draft
 from tests.passes.support import captured, localized, placed, redistributor, show
 
 
@@ -162,3 +167,10 @@ def test_shards_within_other_shards_are_not_added_to_shards_of_the_whole() -> No
     assert join_layouts([cut, halves]) == parse_layout("P,P")
     assert join_layouts([parse_layout("S1,S0"), halves]) == halves
     assert join_layouts([cut, cut]) == cut
+
+
+def test_a_bias_of_fewer_elements_than_ranks_is_planned_for_all_ways_of_its_gradient() -> None:
+    x = torch.empty(64, 16)
+    request = Request((("dp", 8), ("tp", 8)), H100, plan="fsdp_tensor_parallel", loss_fn=F.mse_loss)
+    plan = draft(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), call_of((x, x), with_target=True), request).plan
+    assert {"S0,I", "I,S0"} & {parameter.at_rest for name, parameter in plan.parameters.items() if "bias" in name}

@@ -35,10 +35,12 @@ class Gauge:
     Attributes:
         evaluator: predicts them.
         exactly: whether from whole programs; else from short ones.
+        below: seconds that a plan must stay below to be of use, because something else takes as many.
     """
 
     evaluator: Evaluator
     exactly: bool = False
+    below: float = math.inf
 
     def forecast(self, plan: Plan) -> Forecast:
         """What a plan takes."""
@@ -62,19 +64,27 @@ class Gauge:
         assert plan.estimate is not None
         return self.memory(plan) - plan.estimate.memory
 
+    def is_late(self, outcome: Outcome) -> bool:
+        """Whether a plan is too slow to be of use."""
+        return math.isfinite(self.below) and self.seconds(outcome) >= self.below
 
-def exactly(search: Callable[[Gauge], Proposals], evaluator: Evaluator) -> Proposals:
+
+def exactly(search: Callable[[Gauge], Proposals], evaluator: Evaluator, below: float = math.inf) -> Proposals:
     """What a search finds by short programs, if the whole program fits into the limit; else what it finds by whole
-    programs."""
-    outcome, limit = (yield from search(Gauge(evaluator))), evaluator.request.memory_limit
-    if limit is None or outcome.plan is None or evaluator.forecast(outcome.plan, exactly=True).memory <= limit:
+    programs. What takes ``below`` seconds is of no use."""
+    gauge = Gauge(evaluator, below=below)
+    outcome, limit = (yield from search(gauge)), evaluator.request.memory_limit
+    if limit is None or outcome.plan is None or gauge.is_late(outcome):
         return outcome
-    return (yield from search(Gauge(evaluator, exactly=True)))
+    if evaluator.forecast(outcome.plan, exactly=True).memory <= limit:
+        return outcome
+    return (yield from search(replace(gauge, exactly=True)))
 
 
 def fastest(candidates: Sequence[Candidate], gauge: Gauge, incumbent: Outcome | None = None) -> Proposals:
     """The plan that a gauge says to be fastest of those that fit into the request's limit, if there is one; of plans
-    that are as good, the one that the search expects most of.
+    that are as good, the one that the search expects most of. Where none is of use, one that is too slow, which need
+    not fit.
 
     Args:
         candidates: what is compared; the first leaves open all that others do, so that its bound is one for all.
@@ -87,6 +97,7 @@ def fastest(candidates: Sequence[Candidate], gauge: Gauge, incumbent: Outcome | 
     room: float | None = None
     problems: list[Outcome] = []
     sparing: list[Plan] = []  # that take the least memory, and too much
+    late: list[Outcome] = []
     outcomes = []  # without the limit
     for candidate in candidates:
         outcomes.append((yield from paddings(candidate, gauge.evaluator)))
@@ -96,12 +107,18 @@ def fastest(candidates: Sequence[Candidate], gauge: Gauge, incumbent: Outcome | 
         if free.plan is None or best is not None and _is_slower(free, best, gauge):
             problems += [free] if free.plan is None else []
             continue
+        if gauge.is_late(free):
+            late.append(free)
+            continue
         outcome = free if limit is None else (yield from _fastest_within(free, limit, gauge, room, best))
         if outcome is None:
             continue
         assert outcome.plan is not None
         if free is first:
             bound = max(unlimited, outcome.plan.lower_bound or 0.0)
+        if gauge.is_late(outcome):
+            late.append(outcome)
+            continue
         if limit is not None and gauge.exceeds(outcome.plan, limit):
             sparing.append(outcome.plan)
             continue
@@ -109,6 +126,8 @@ def fastest(candidates: Sequence[Candidate], gauge: Gauge, incumbent: Outcome | 
         if best is None or gauge.seconds(outcome) < gauge.seconds(best):
             best = outcome
     if best is None or best.plan is None:
+        if late:
+            return min(late, key=gauge.seconds)
         if limit is None or not sparing:
             return problems[0]
         least = min(sparing, key=gauge.memory)
@@ -179,7 +198,7 @@ def _fastest_within(
         need: how much room another plan needs beside what the search adds up; None where none is known.
         incumbent: the best plan that fits; what takes as long without fitting takes longer if it fits.
     """
-    below = math.inf if incumbent is None else gauge.seconds(incumbent)
+    below = gauge.below if incumbent is None else min(gauge.below, gauge.seconds(incumbent))
     assert free.plan is not None and free.plan.estimate is not None
     # What adds up to too much takes too much: that need not be predicted.
     if need is None or free.plan.estimate.memory <= limit:

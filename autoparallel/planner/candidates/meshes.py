@@ -8,17 +8,16 @@ number of stages after the other, until more of them cost more.  How many search
 
 [Note: one yardstick] Meshes are compared by what is predicted of their plans: of short models, so that what hides
 behind what counts; of a pipeline the time of its schedule, and what gathering, reducing and updating its parameters
-costs the rank that has most of that to do.  At first only what the search finds is looked at; meshes without a pipeline
-that come close to the best of their kind are looked at once more, with all presets, as they would be planned.
+costs the rank that has most of that to do.  A mesh without a pipeline is searched as it would be planned, but no
+further than tells whether it can be faster than those before it.  Of pipelines only what the search finds is looked at.
 """
 
 from __future__ import annotations
 
 import itertools
-import operator
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -121,6 +120,7 @@ class MeshSearch:
             which something is fixed must be one; else the search decides.
         devices: how many there are.
         refusal: why no pipeline can be run at all; empty where one can.
+        evaluators: by the mesh, of the best one that was searched here, for its plan to be made of.
     """
 
     request: Request
@@ -128,6 +128,7 @@ class MeshSearch:
     call: Call
     devices: int
     refusal: str = ""
+    evaluators: dict[Axes, Evaluator] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def choose(self, spread: Spread = one_after_another) -> MeshChoice:
         """The best mesh, with what the others would cost.
@@ -142,8 +143,18 @@ class MeshSearch:
         tried: list[Alternative] = []
         untried: list[Axes] = []
 
+        fastest = math.inf  # seconds of what can be taken
+
+        def price(mesh: Axes) -> Alternative:
+            nonlocal fastest
+            alternative = self.price(mesh, fastest)
+            fastest = min(fastest, alternative.seconds_within(capacity))
+            return alternative
+
         def look_at(meshes: Sequence[Axes]) -> list[Alternative]:
-            tried.extend(alternatives := spread(self.price, meshes))
+            nonlocal fastest
+            tried.extend(alternatives := spread(price, meshes))
+            fastest = min(a.seconds_within(capacity) for a in tried)
             return alternatives
 
         must = self.request.pipeline is not None
@@ -154,9 +165,6 @@ class MeshSearch:
             self._pipelines(look_at, tried, untried)
         elif must:
             raise PlanError(f"pipeline=... was given, but the model cannot be a pipeline: {problem}")
-        if len(close := self._close(tried)) > 1:
-            again = dict(zip(close, spread(partial(self.price, thorough=True), close), strict=True))
-            tried = [again.get(alternative.mesh, alternative) for alternative in tried]
         tried.sort(key=lambda a: a.order(capacity))
         if not tried or tried[0].seconds is None or tried[0].problem:
             reasons = "; ".join(f"{mesh_text(a.mesh)}: {a.problem}" for a in tried[:3])
@@ -207,35 +215,33 @@ class MeshSearch:
     def _smallest(self, alternatives: Sequence[Alternative]) -> Alternative | None:
         return min(alternatives, key=lambda a: a.order(self.capacity), default=None)
 
-    def _close(self, tried: Sequence[Alternative]) -> list[Axes]:
-        """The meshes without a pipeline that may turn out to be the best of these."""
-        orders = sorted(((a.order(self.capacity), a.mesh) for a in tried if not a.staged), key=operator.itemgetter(0))
-        fitting = [(seconds, mesh) for (*faults, seconds), mesh in orders if not any(faults)]
-        near = fitting[: THRESHOLDS.close_meshes]
-        return [mesh for seconds, mesh in near if seconds <= THRESHOLDS.nearly_equal * fitting[0][0]]
-
-    def price(self, mesh: Axes, thorough: bool = False) -> Alternative:
-        """What a mesh costs; by a first look, unless thorough."""
+    def price(self, mesh: Axes, below: float = math.inf) -> Alternative:
+        """What a mesh costs; of one without a pipeline that cannot cost less than ``below`` seconds, what a plan costs
+        that need not fit."""
         request = self.request.on(mesh)
         evaluator = Evaluator(request, self.captured, self.call)
         try:
-            outcome = evaluator.best(proposals(evaluator, thorough=thorough))
+            outcome = evaluator.best(proposals(evaluator, thorough=not request.stages, below=below))
             plan = outcome.require()
         except PlanError as error:
             return Alternative(mesh, problem=str(error))
-        pipeline = plan.pipeline
-        if pipeline is None:
+        if pipeline := plan.pipeline:
+            alternative = Alternative(
+                mesh,
+                outcome.seconds,
+                max(pipeline.memory_by_rank()),
+                pipeline.schedule,
+                pipeline.microbatches,
+                pipeline.bubble,
+                changes(self.captured, self.request.outputs),
+            )
+        else:
             forecast = evaluator.forecast(plan)
-            return Alternative(mesh, forecast.seconds, forecast.memory)
-        return Alternative(
-            mesh,
-            outcome.seconds,
-            max(pipeline.memory_by_rank()),
-            pipeline.schedule,
-            pipeline.microbatches,
-            pipeline.bubble,
-            changes(self.captured, self.request.outputs),
-        )
+            alternative = Alternative(mesh, forecast.seconds, forecast.memory)
+        if alternative.seconds_within(self.capacity) < below:
+            self.evaluators.clear()
+            self.evaluators[mesh] = evaluator
+        return alternative
 
 
 def changes(captured: Captured, outputs: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from autoparallel.planner.candidates.paddings import paddings
 from autoparallel.planner.thresholds import THRESHOLDS
 
 
-def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:
+def proposals(evaluator: Evaluator, *, thorough: bool = True, below: float = math.inf) -> Proposals:
     """All candidates for what the evaluator's request asks, within its limit on memory.
 
     [Note: what a sum cannot tell] The search adds up prices.  What hides behind what is no sum, and on hardware
@@ -28,16 +29,18 @@ def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:
 
     Args:
         thorough: whether "auto" looks at the presets, too; else this is a first look.
+        below: seconds of a step that a plan without a pipeline must stay below to be of use; where none does, one that
+            takes longer is what comes out, and need not fit.
     """
     choice, presets = evaluator.offloads, evaluator.presets(thorough)
-    outcome = yield from _best(evaluator, presets, choice or False, thorough)
+    outcome = yield from _best(evaluator, presets, choice or False, below)
     if choice is None and thorough and (yield from _may_offload(outcome, evaluator)):
         outcome = yield from _move_states(evaluator, presets, outcome)
     origin = evaluator.request.origin
     return outcome if outcome.plan is None else replace(outcome, plan=replace(outcome.plan, origin=origin))
 
 
-def _best(evaluator: Evaluator, presets: Sequence[str], offloads: bool, thorough: bool) -> Proposals:
+def _best(evaluator: Evaluator, presets: Sequence[str], offloads: bool, below: float = math.inf) -> Proposals:
     """The fastest plan of some presets, with the optimizer's states in host memory or not."""
     request = evaluator.request
     if request.stages:
@@ -49,18 +52,18 @@ def _best(evaluator: Evaluator, presets: Sequence[str], offloads: bool, thorough
         def presets_of(some: Candidate, incumbent: Outcome | None = None) -> Proposals:
             return fastest([replace(some, preset=name) for name in presets], gauge, incumbent)
 
-        return with_means(candidate, gauge, presets_of) if thorough else presets_of(candidate)
+        return with_means(candidate, gauge, presets_of)
 
-    return (yield from exactly(search, evaluator) if thorough else search(Gauge(evaluator)))
+    return (yield from exactly(search, evaluator, below))
 
 
 def _move_states(evaluator: Evaluator, presets: Sequence[str], best: Outcome) -> Proposals:
     """The fastest plan with the optimizer's states in host memory, or the best one without, where that is faster."""
     if best.plan is None:
-        return (yield from _best(evaluator, presets, True, thorough=True))
+        return (yield from _best(evaluator, presets, True))
     preset = best.candidate.preset
     if evaluator.request.stages:
-        other = yield from _best(evaluator, [preset], True, thorough=True)
+        other = yield from _best(evaluator, [preset], True)
         return other if other.plan is not None and other.seconds < best.seconds else best
     count, loss_chunks = microbatches_in_call(evaluator), best.candidate.loss_chunks
     candidate = Candidate(preset, microbatches=count, loss_chunks=loss_chunks, offloads=True)
