@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -305,10 +306,11 @@ def predict(run: Run, numbers: Numbers) -> tuple[float, float]:
     return kept.seconds + more, asked.forecast(replace(made, recompute=dict.fromkeys(asked.layers, SELECTIVE))).memory
 
 
-def predict_auto(run: Run, numbers: Numbers) -> float:
-    """Seconds of a step as our search plans it, within the limit of the hardware."""
+def predict_auto(run: Run, numbers: Numbers, published: float) -> float:
+    """Seconds of a step as our search plans it, within what the published layout takes, where that ran in more than our
+    limit on the hardware."""
     profile = run.profile(numbers)
-    limit = limit_in_bytes(None, profile)
+    limit = max(limit_in_bytes(None, profile) or 0.0, min(published, profile.memory or math.inf))
     if run.schedule:
         return _fusion(run, profile) * _drafted(run, profile, "auto", limit).seconds()
     asked = _evaluator(run, profile, "auto", limit)
@@ -367,7 +369,7 @@ def measure(run: Run, auto: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"rate": run.tokens / seconds, "memory": memory}
     if auto:
         try:
-            found["auto"] = run.tokens / predict_auto(run, NUMBERS)
+            found["auto"] = run.tokens / predict_auto(run, NUMBERS, memory)
         except PlanError as error:
             found["error"] = str(error)
     return found

@@ -184,7 +184,7 @@ class StagePlanner:
         costs = self._costs(rows, again, spans, schedule, count)
         keys = tuple(rows.nodes[i].meta["key"] for i in starts)
         plan = PipelinePlan(PIPELINE_AXIS, self.ranks, schedule, count, keys, tuple(costs))
-        self._require_fits(plan, bool(steps))
+        self._require_fits(plan, self._resting_bytes(rows, spans, schedule), bool(steps))
         return plan, {step.layer: RECOMPUTED[step.answer - 1] for step in again}
 
     def _fewest_steps(
@@ -261,7 +261,7 @@ class StagePlanner:
             resting.append(total)
         return resting
 
-    def _require_fits(self, plan: PipelinePlan, may_recompute: bool) -> None:
+    def _require_fits(self, plan: PipelinePlan, resting: Sequence[float], may_recompute: bool) -> None:
         if self.memory_limit is None:
             return
         needs = plan.memory_by_rank()
@@ -270,10 +270,14 @@ class StagePlanner:
             costs, ours = plan.stages, plan.stages_of(worst)
             names = ", ".join(f"stage {s} ({costs[s].first} to {costs[s].last})" for s in ours)
             again = " and every layer that can run again in the backward doing so" if may_recompute else ""
+            rest = sum(resting[s] for s in ours)
+            held = sum(costs[s].memory for s in ours) - rest
             raise PlanError(
-                f"{names} needs {units(needs[worst])} per device with {costs[ours[0]].in_flight} microbatches in "
-                f"flight under {plan.schedule!r}{again}, more than the limit of {units(self.memory_limit)}: "
-                "raise memory_limit, use more stages, or smaller microbatches"
+                f"{names} needs {units(needs[worst])} per device under {plan.schedule!r}{again}: parameters, gradients "
+                f"and optimizer states {units(rest)}, {costs[ours[0]].in_flight} microbatches in flight {units(held)}, "
+                f"one backward {units(needs[worst] - rest - held)}. That is more than the limit of "
+                f"{units(self.memory_limit)}: raise memory_limit, use more stages, more ranks beside them, or smaller "
+                "microbatches"
             )
 
     # -- cutting ----------------------------------------------------------------------------------------------------
