@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.runtime.gradients.backwards import IN_FLIGHT, BackwardPass, Travel
+from autoparallel.runtime.gradients.store import GradientStore
 from tests.runtime.support import (
     Net,
     SideBySide,
@@ -564,3 +567,35 @@ def test_a_second_collective_starts_behind_the_next_gradients_and_nothing_local_
     ]  # fmt: skip
     running.abandon()
     assert happened[10:] == ["1 reduce ends", "2 scatter ends"]
+
+
+def _products_before_each_bucket() -> list[tuple[str, int]]:
+    model, _ = compiled_pair(
+        lambda: nn.Sequential(*[nn.Linear(768, 768, bias=False) for _ in range(3)]), 2, plan="data_parallel"
+    )
+    x = torch.linspace(-1, 1, 4 * 768, dtype=torch.float64).view(4, 768)
+    loss = model(x, x.flip(0))
+    happened: list[tuple[str, int]] = []
+
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func is torch.ops.aten.mm.default
+            return func(*args, **(kwargs or {}))
+
+    def receive(store: GradientStore, chains: Any, values: Any) -> None:
+        happened.append((chains[0].name, products.count))
+        real(store, chains, values)
+
+    real = GradientStore.receive_sums
+    with mock.patch.object(GradientStore, "receive_sums", receive), Products() as products:
+        loss.backward()
+    return happened
+
+
+def test_a_bucket_is_reduced_as_soon_as_its_gradients_are_there() -> None:
+    for happened in run_on_ranks(_products_before_each_bucket, world_size=2):
+        names, products = zip(*happened, strict=True)
+        assert [name.partition(".")[0] for name in names] == ["2", "1", "0"]
+        assert products[0] <= 2 and products[1] <= 4 and products[2] == 5

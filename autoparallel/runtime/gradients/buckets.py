@@ -117,6 +117,7 @@ class _Unshard(torch.autograd.Function):
     def forward(ctx: Any, bucket: ParameterBucket, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.bucket = bucket
         ctx.set_materialize_grads(False)
+        _torch.autograd.run_early(ctx)  # reduces beside the rest of the backward
         return tuple(bucket.gather())
 
     @staticmethod
