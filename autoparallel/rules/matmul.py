@@ -37,6 +37,11 @@ def matmul(node: fx.Node) -> Rule:
     return product(node, ([left, right], [*lead, *(["m"] if a > 1 else []), *(["n"] if b > 1 else [])]))
 
 
+def linear(node: fx.Node) -> Rule:
+    """The rule of a product with a transposed matrix, or with a vector, and a bias."""
+    return product(node, "... k, n k, + -> ... n" if len(operand_shapes(node)[1]) > 1 else "... k, k -> ...")
+
+
 def einsum(node: fx.Node) -> Rule | None:
     """The rule of a sum of products, each letter a factor."""
     left, arrow, right = str(arguments(node)["equation"]).replace(" ", "").replace("...", ".").partition("->")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel.rules.calls import arguments, may_have_gradient, operand_shapes, tensor_operands
+from autoparallel.rules.calls import arguments, operand_shapes, tensor_operands
 from autoparallel.rules.core import Rule, dim_names, dimwise, make_rule
 
 
@@ -38,21 +38,10 @@ def pointwise(node: fx.Node, linear: Sequence[Sequence[int]] = ()) -> Rule:
     return make_rule(node, notation, linear=[group for group in linear if max(group) < count])
 
 
-def keeps_sums(node: fx.Node) -> bool:
-    """Whether the call's dtypes let it be linear: a cast to integers is not."""
-    source, result = tensor_operands(node)[0].meta["val"], node.meta["val"]
-    return source.dtype == result.dtype or (may_have_gradient(source) and may_have_gradient(result))
-
-
-def scaled(node: fx.Node) -> Rule:
-    """The rule of an operator that copies, casts, negates, or multiplies by a number."""
-    return pointwise(node, [(0,)] if keeps_sums(node) else [])
-
-
 def quotient(node: fx.Node) -> Rule:
     """The rule of a division, which is linear in what is divided."""
     first = isinstance(node.args[0], fx.Node) and tensor_operands(node)[0] is node.args[0]
-    return pointwise(node, [(0,)] if first and keeps_sums(node) else [])
+    return pointwise(node, [(0,)] if first else [])
 
 
 def masked_fill(node: fx.Node) -> Rule:

@@ -10,7 +10,6 @@ from torch import fx
 from autoparallel.rules.calls import arguments, dims_of, operand_shapes, shape_of
 from autoparallel.rules.core import Rule, dim_names, dimwise, make_rule
 from autoparallel.rules.localize import divide_counts
-from autoparallel.rules.pointwise import keeps_sums
 
 
 def along(node: fx.Node, dims: Collection[int] | None = None, linear: bool = False) -> Rule:
@@ -43,7 +42,7 @@ def reduction(
         [names, *(names for _ in others)],
         ["1" if i in dims else name for i, name in enumerate(names) if keepdim or i not in dims],
         reductions={names[i]: kind for i in dims} if kind else {},
-        linear=[(0,)] if kind and linear and keeps_sums(node) else [],
+        linear=[(0,)] if kind and linear else [],
     )
 
 

@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from autoparallel.operators.opaque import function_class
-from autoparallel.rules.calls import is_tensor, tensor_operands
+from autoparallel.rules.calls import is_tensor, may_have_gradient, tensor_operands
 from autoparallel.rules.core import Rule, RuleError, RuleMaker, make_rule, parse_factors
 from autoparallel.rules.pointwise import is_pointwise, pointwise
 from autoparallel.rules.table import RULES
@@ -79,7 +79,7 @@ def rule_for(node: fx.Node) -> Rule | None:
     if node.meta.get("rule", (None,))[0] != follows_from:
         rule = maker(node)
         values = [x.meta.get("val") for x in (node, *node.all_input_nodes)]  # an id is unique while its owner lives
-        node.meta["rule"] = follows_from, _without_partial_bools(rule, node) if rule is not None else None, values
+        node.meta["rule"] = follows_from, _without_false_sums(rule, node) if rule is not None else None, values
     return node.meta["rule"][1]
 
 
@@ -92,12 +92,19 @@ def _describe(argument: Any) -> Any:
     return type(argument), argument
 
 
-def _without_partial_bools(rule: Rule, node: fx.Node) -> Rule:
-    """Truth values do not add up: no operator is linear in them."""
-    if node.meta["val"].dtype == torch.bool:
-        return replace(rule, linear=())
-    bools = {i for i, o in enumerate(tensor_operands(node)) if o.meta["val"].dtype == torch.bool}
-    return replace(rule, linear=tuple(g for g in rule.linear if not g & bools)) if bools else rule
+def _without_false_sums(rule: Rule, node: fx.Node) -> Rule:
+    """The rule without sums that the call's dtypes do not keep: truth values do not add up, and sums of integers of
+    another dtype than the result's overflow elsewhere, as those of fractions are cut off elsewhere."""
+    result = node.meta["val"]
+    if result.dtype == torch.bool:
+        return replace(rule, linear=(), blocked=rule.blocked.union(rule.reductions))
+    inexact = may_have_gradient(result)
+    adding_up = {
+        i
+        for i, x in enumerate(operand.meta["val"] for operand in tensor_operands(node))
+        if x.dtype == result.dtype or (inexact and may_have_gradient(x))
+    }
+    return replace(rule, linear=tuple(group for group in rule.linear if group <= adding_up))
 
 
 def register_rule(

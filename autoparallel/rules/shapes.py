@@ -110,7 +110,7 @@ def order_of(node: fx.Node) -> list[int]:
     """The order in which a call puts dims: the reverse one, where it does not say."""
     values, rank = arguments(node), len(shape_of(node))
     order = [*range(rank)]
-    if "dim0" in values:
+    if "dim0" in values and rank:
         a, b = values["dim0"] % rank, values["dim1"] % rank
         order[a], order[b] = b, a
         return order

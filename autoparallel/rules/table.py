@@ -20,7 +20,7 @@ from autoparallel.operators.recurrent import recurrent
 from autoparallel.rules import convolution, indexing, layers, losses, matmul, random, reductions, shapes
 from autoparallel.rules.core import RuleMaker, make_rule
 from autoparallel.rules.localize import divide_sizes
-from autoparallel.rules.pointwise import masked_fill, pointwise, prelu, quotient, scaled
+from autoparallel.rules.pointwise import masked_fill, pointwise, prelu, quotient
 
 aten = torch.ops.aten
 
@@ -32,7 +32,6 @@ PRODUCTS: dict[Any, str] = {
     aten.bmm.default: "b m k, b k n -> b m n",
     aten.outer.default: "m, n -> m n",
     aten.addr.default: "+, m, n -> m n",
-    aten.linear.default: "... k, n k, + -> ... n",
     aten.addmm.default: "+, m k, k n -> m n",
     aten.baddbmm.default: "+, b m k, b k n -> b m n",
     aten.addmv.default: "+, m k, k -> m",
@@ -69,7 +68,7 @@ COPIES = [
     aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten._to_copy.default,
     aten.to.dtype, aten.positive.default, aten.neg.default, aten.mul.Scalar, aten.div.Scalar,
 ]  # fmt: skip
-"""Pointwise operators that keep sums as long as their dtypes do."""
+"""Pointwise operators that copy, cast, negate, or multiply by a number."""
 
 PLACES: dict[Any, str] = {
     aten.avg_pool1d.default: "... x -> ... u",
@@ -166,6 +165,7 @@ BY_ARGUMENTS: dict[Any, RuleMaker] = {
     aten.masked_fill.Scalar: masked_fill,
     aten.prelu.default: prelu,
     aten.matmul.default: matmul.matmul,
+    aten.linear.default: matmul.linear,
     aten.einsum.default: matmul.einsum,
     aten.tensordot.default: matmul.tensordot,
     aten.scaled_dot_product_attention.default: matmul.attention,
@@ -262,7 +262,7 @@ SECTIONS: tuple[dict[Any, RuleMaker], ...] = (
     {target: partial(matmul.product, notation=notation) for target, notation in PRODUCTS.items()},
     {target: partial(pointwise, linear=linear) for target, linear in JOINTLY_LINEAR.items()},
     dict.fromkeys(UNTAGGED, pointwise),
-    dict.fromkeys(COPIES, scaled),
+    dict.fromkeys(COPIES, partial(pointwise, linear=[(0,)])),
     {target: _places(notation, linear=True) for target, notation in PLACES.items()},
     {target: _places(notation, linear=False) for target, notation in LARGEST_PLACES.items()},
     dict.fromkeys(REDUCTIONS, reductions.reduction),

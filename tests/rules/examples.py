@@ -40,6 +40,10 @@ def whole(*shape: int, high: int = 6) -> Tensor:
     return torch.randint(0, high, shape, generator=_GENERATOR)
 
 
+def narrow(*shape: int) -> Tensor:
+    return whole(*shape, high=256).to(torch.uint8)
+
+
 def truth(*shape: int) -> Tensor:
     return torch.rand(shape, generator=_GENERATOR) > 0.4
 
@@ -95,6 +99,7 @@ def _elementwise() -> list[Example]:
         e(aten.add.Tensor, (real(6, 6), 2.0), label="number"),
         e(aten.add.Tensor, (real(6, 6), real()), label="scalar"),
         e(aten.add.Tensor, (truth(6, 6), truth(6, 6)), label="truth values"),
+        e(aten.add.Tensor, (narrow(6, 6), whole(6, 6)), label="integers of two widths"),
         e(aten.mul.Tensor, (real(6, 6), truth(6, 6)), label="mask"),
         e(aten.mul.Tensor, (real(6, 1), real(1, 6)), label="both broadcast"),
         e(aten.mul.Tensor, (real(6, 6), 0.3), label="number"),
@@ -180,6 +185,7 @@ def _matmul() -> list[Example]:
         e(aten.linear.default, (real(6, 2, 6), real(6, 6))),
         e(aten.linear.default, (real(6, 2, 6), real(6, 6), real(6)), label="bias"),
         e(aten.linear.default, (real(6), real(6, 6), real(6)), label="vector"),
+        e(aten.linear.default, (real(6, 2, 6), real(6)), label="weight of one row"),
         e(aten.addr.default, (real(6, 6), real(6), real(6)), {"beta": 0.5, "alpha": 0.3}),
         e(aten.addmm.default, (real(6), real(6, 6), real(6, 6))),
         e(aten.addmm.default, (real(6, 6), real(6, 6), real(6, 6)), {"beta": 0.5, "alpha": 0.3}, label="scaled"),
@@ -420,6 +426,7 @@ def _indexing() -> list[Example]:
         e(aten.embedding.default, (real(12, 6), whole(6, 6, high=12), 3), label="padding"),
         e(aten.embedding.default, (real(12, 6), whole(6, 6, high=3), -1, True), label="scaled"),
         e(aten.embedding.default, (real(12, 6), whole(high=12)), label="one"),
+        e(aten.embedding.default, (truth(12, 6), whole(6, 6, high=12)), label="truth values"),
         e(operators.padded_embedding, (real(12, 6), whole(6, 6, high=12), -1, 12)),
         e(operators.pad_rows, (real(12, 6), 12)),
         e(operators.interleave, (real(24, 6), 0, [0, 12, 18, 24], 6)),
@@ -458,6 +465,7 @@ def _indexing() -> list[Example]:
         e(aten.index.Tensor, (real(4, 3, 6), [whole(6, 6, high=4), whole(6, high=3)]), label="broadcast"),
         e(aten.index.Tensor, (real(4, 6, 3), [whole(6, high=4), None, whole(6, high=3)]), label="apart"),
         e(aten.index.Tensor, (real(6, 4, 3, 6), [None, whole(6, high=4), whole(6, high=3)]), label="middle"),
+        e(aten.index_add.default, (truth(4, 6), 0, whole(6, high=4), truth(6, 6)), label="truth values"),
         e(aten.index_put.default, (real(4, 6), [whole(3, high=4)], real(3, 6), True)),
         e(aten.index_put.default, (real(6, 4), [None, torch.tensor([2, 0])], real(6, 2)), label="columns"),
         e(aten.index_put.default, (real(4, 6), [torch.tensor([2, 0])], real(6)), label="broadcast"),
@@ -483,6 +491,7 @@ def _shapes() -> list[Example]:
         e(aten.expand.default, (real(6, 1), [6, 6, -1])),
         e(aten.expand.default, (real(6, 1), [6, 6]), label="broadcast"),
         e(aten.transpose.int, (real(6, 3, 6), 0, -1)),
+        e(aten.transpose.int, (real(), 0, -1), label="scalar"),
         e(aten.t.default, (real(6, 6),)),
         e(aten.numpy_T.default, (real(6, 6),)),
         e(aten.permute.default, (real(6, 3, 6), [2, 0, -2])),
@@ -495,6 +504,8 @@ def _shapes() -> list[Example]:
         e(aten.roll.default, (real(6, 6), [2]), label="flat"),
         e(aten.rot90.default, (real(6, 6, 2), 1, [0, 2])),
         e(aten.cumsum.default, (real(6, 6), 1)),
+        e(aten.cumsum.default, (real(6, 6), 1), {"dtype": torch.int64}, frozenset({0}), "to integers"),
+        e(aten.cumsum.default, (narrow(6, 6), 1), label="narrow integers"),
         e(aten.pad.default, (real(6, 6), [1, 2])),
         e(aten.pad.default, (real(6, 6), [1, 2], "constant", 0.5), label="value"),
         e(aten.pad.default, (real(6, 6, 6), [1, 2], "reflect"), label="reflect"),

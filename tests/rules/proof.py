@@ -166,8 +166,8 @@ def _cut_once(value: Tensor, kind: str, dim: int, n: int, generator: torch.Gener
         raise Disproved("a tensor of truth values is Partial")
     if value.is_floating_point() or value.is_complex():
         parts = [torch.randn(value.shape, generator=generator, dtype=value.dtype) for _ in range(n - 1)]
-    else:
-        parts = [torch.randint(-9, 9, value.shape, generator=generator, dtype=value.dtype) for _ in range(n - 1)]
+    else:  # of narrow integers that overflow, if a call makes them wider
+        parts = [torch.empty_like(value).random_(generator=generator) for _ in range(n - 1)]
     return [*parts, value - sum(parts)]
 
 
