@@ -110,11 +110,15 @@ RUN = {
         GIVEN + COMPILED + "optimizer.zero_grad()",
         "assert not rerun.findings and os.path.exists('runs/steps.jsonl')",
     ),
+    "docs/loops.md": (GIVEN + COMPILED, "assert model.encoder.level > 0"),
     "docs/accumulation.md": (GIVEN + COMPILED + "model = MyModel()", "model(x, y).backward()"),
 }
 """Pages, what their readers have already, and what holds in the end."""
-LEFT_OUT = ("autoparallel.launch(", '"llama-3-8b', '"measured.json"')
-"""Every rank runs all of a page; nobody has the weights of a model of 8 billion, or has measured a step."""
+LEFT_OUT = (
+    "autoparallel.launch(", '"llama-3-8b', '"measured.json"', "plain.generate(", "engine.update(", "(Lion, per=",
+)  # fmt: skip
+"""Every rank runs all of a page; nobody has the weights of a model of 8 billion, has measured a step, or has an engine
+or optimizers of others."""
 
 
 def _run(page: str, folder: str) -> None:

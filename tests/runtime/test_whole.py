@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.runtime.support import make, off, placements, raised, run_on_ranks
@@ -121,6 +122,9 @@ def _whole(mesh: str) -> dict[str, Any]:
         results["one for both"] = inner is again
         results["method"] = off(inner.score(hidden), plain.score(hidden))
         results["submodule"] = off(model.head(hidden), plain.head(hidden))
+        doubled = [{name: 2 * p.detach() for name, p in m.named_parameters()} for m in (inner, plain)]
+        calls = [functional_call(m, p, (prompt,)) for m, p in zip((inner, plain), doubled, strict=True)]
+        results["functional call"] = off(*calls)
         results["called inside"] = raised(lambda: model(tokens_of()))
         inner.up.weight.mul_(2), inner.embedding.weight.data.add_(1)
         inner.down.bias.fill_(3)

@@ -168,9 +168,9 @@ class GradientStore:
             self.note_storages()
             return None
         return (
-            f"{name}.data = tensor was assigned after compile(), which reaches no rank's part of the "
-            "parameter. What to change: under torch.no_grad(), p.copy_(distribute_tensor(tensor, "
-            "p.device_mesh, p.placements)), or model.load_state_dict(...), which takes whole tensors"
+            f"{name}.data = tensor was assigned after compile(), which reaches no rank's part of the parameter\n"
+            "What to change: under torch.no_grad(), p.copy_(tensor) of a DTensor, such as a copy of p.data; of a whole "
+            "tensor, p.copy_(distribute_tensor(tensor, p.device_mesh, p.placements)), or model.load_state_dict(...)."
         )
 
     # -- collectives over many tensors ------------------------------------------------------------------------------
