@@ -218,11 +218,13 @@ class Profile:
         above = {"memory_bandwidth": self.memory_bandwidth, "bandwidth": self.bandwidth, "attention": self.attention}
         above |= {"default_flops": self.default_flops, "memory": 1.0 if self.memory is None else self.memory}
         above["host_bandwidth"] = 1.0 if self.host_bandwidth is None else self.host_bandwidth
-        above |= {f"flops[{dtype}]": rate for dtype, rate in (*self.flops.items(), *self.peak.items())}
+        above |= {f"flops[{dtype}]": rate for dtype, rate in self.flops.items()}
+        above |= {f"peak[{dtype}]": rate for dtype, rate in self.peak.items()}
         least = {"launch": self.launch, "latency": self.latency, "hop": self.hop, "node": self.node}
         least |= {"network_latency": self.network_latency, "network_bandwidth": self.network_bandwidth}
         least |= {"network_hop": self.network_hop, "overlap": self.overlap, "the rest of overlap": 1 - self.overlap}
-        least["reserve"] = self.reserve
+        least |= {"reserve": self.reserve, "optimizer.states": self.optimizer.states}
+        least["optimizer.iterations"] = self.optimizer.iterations
         above["the rest of reserve"] = 1 - self.reserve
         for i, link in enumerate(self.links):
             if link.kind not in COLLECTIVES:

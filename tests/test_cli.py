@@ -63,6 +63,13 @@ def test_explain_of_a_module_as_a_command(factories: Path) -> None:
     assert any(row[:2] == ["2", "weight"] for row in rows), done.stdout
 
 
+def test_a_file_that_cannot_be_run_exits_with_one(factories: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text, words in (("slip", "def mlp(:", "SyntaxError"), ("name", "absent_name", "NameError: name 'absent")):
+        Path(f"{name}.py").write_text(text)
+        assert main(["explain", f"{name}.py:mlp", "--mesh", "1"]) == 1
+        assert f"running {name}.py failed: {words}" in capsys.readouterr().err
+
+
 @pytest.mark.wide
 def test_failures_exit_with_one(factories: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # A tolerance below any rounding: what passed above fails, so the status follows the report.

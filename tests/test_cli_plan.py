@@ -142,6 +142,12 @@ def test_a_config_that_asks_to_run_code_or_is_none(tmp_path: Path, capsys: pytes
         (json.dumps({**LLAMA, "auto_map": {"AutoModelForCausalLM": "code.Model"}}), "names code of its own"),
         ("[]", "is not a configuration of transformers"),
         ("{", "is not a configuration of transformers"),
+        (json.dumps({**LLAMA, "hidden_size": "wide"}), "is not a configuration of transformers that makes a model"),
+        (json.dumps({**LLAMA, "hidden_act": "absent"}), "KeyError: 'absent'"),
+        (json.dumps({**LLAMA, "architectures": [3]}), "is not a configuration of transformers that makes a model"),
+        (json.dumps({**LLAMA, "rms_norm_eps": float("nan")}), "NaN is not a number"),
+        (json.dumps({**LLAMA, "num_hidden_layers": -1}), "num_hidden_layers cannot be -1"),
+        (json.dumps({**LLAMA, "attention_dropout": 1.5}), "attention_dropout cannot be 1.5"),
     ):
         config.write_text(content)
         with pytest.raises(SystemExit) as caught:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from autoparallel.decisions.frontier import Frontier
 from autoparallel.decisions.means import Means, OpenMeans
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.decisions.pipeline import PipelinePlan
@@ -17,7 +18,9 @@ from autoparallel.hardware import PROFILES, Link, Profile, profile_for
 from autoparallel.plan import Plan
 
 PLAN = Plan((("dp", 2),), "auto", "f", {"w": ParameterPlan("S0", rows=8)}, {"m/aten.mm#0": ("I",)}, {}, cost=0.5)
-STAGED = replace(PLAN, pipeline=PipelinePlan("pp", 2, "1f1b", 4, ("m/aten.mm#0",)))
+STAGED = replace(
+    PLAN, pipeline=PipelinePlan("pp", 2, "1f1b", 4, ("m/aten.mm#0",)), frontier=Frontier((PLAN.tried(1.0, 2.0),))
+)
 PROFILE = replace(profile_for("cuda", "h100"), links=(Link("all_reduce", 8, 1, 1e-5, 1e11),))
 
 
@@ -68,6 +71,8 @@ def _changed(text: str, path: tuple[str | int, ...], value: Any) -> str:
         (("origin",), None, "origin must be a text, not null"),
         (("unruled",), {"aten.mm": -2}, "counted from 1"),
         (("pipeline", "microbatches"), 0, "microbatches"),
+        (("frontier", "tried", 0, "seconds"), -1.0, "takes no negative time"),
+        (("frontier", "tried", 0, "loss_chunks"), 0, "loss_chunks must be positive, got 0"),
         (("pipeline", "schedule"), "waltz", "waltz"),
     ],
 )
@@ -85,6 +90,8 @@ def test_a_plan_that_cannot_be_is_refused(path: tuple[str | int, ...], value: An
         (("overlap",), 1.5, "overlap must not be negative"),
         (("memory",), 0, "memory must be positive"),
         (("memory",), "80GB", 'memory must be a finite number, not "80GB"'),
+        (("flops", "bfloat16"), -1.0, r"flops\[torch.bfloat16\] must be positive, got -1"),
+        (("optimizer", "states"), -1.0, "optimizer.states must not be negative, got -1"),
         (("flops", "bfloat16"), "fast", r"flops\['bfloat16'\] must be a finite number"),
         (("flops", "bfloat99"), 1.0, "must be a dtype"),
         (("links", 0, "kind"), "gossip", r"links\[0\]\.kind must be one of all_reduce"),

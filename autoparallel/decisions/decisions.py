@@ -148,8 +148,9 @@ class Decisions(Means):
             if much not in RECOMPUTED:
                 raise ValueError(f"{layer!r} is recomputed {much!r}; expected one of {', '.join(RECOMPUTED)}")
         super().require_valid()
-        if self.pipeline is not None:
-            self.pipeline.require_valid()
+        for part in (self.pipeline, *(() if self.frontier is None else self.frontier.tried)):
+            if part is not None:
+                part.require_valid()
 
     @property
     def staging(self) -> PipelinePlan | None:

@@ -24,6 +24,12 @@ class Tried(Means):
     memory: float
     again: int = 0
 
+    def require_valid(self) -> None:
+        """Raises ValueError for what no plan takes."""
+        super().require_valid()
+        if min(self.seconds, self.memory, self.again) < 0:
+            raise ValueError(f"a plan that was tried takes no negative time or memory, got {self}")
+
 
 @dataclass(frozen=True)
 class Frontier:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import os
 import sys
 import traceback
@@ -74,7 +75,10 @@ def _load_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # torch.export looks classes up by their module
     sys.path.insert(0, str(path.parent.resolve()))  # as for a script: files beside it can be imported
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise RuntimeError(f"running {path} failed: {type(error).__name__}: {error}") from error
     return module
 
 
@@ -147,20 +151,26 @@ def from_config(file: Path, batch: int | None, seq: int | None) -> Source:
     if not file.is_file():
         raise UsageError(f"there is no file {file}")
     try:
-        if "auto_map" in json.loads(file.read_text()):
+        content = json.loads(file.read_text(), parse_constant=_refuse_constant)
+        if "auto_map" in content:
             raise UsageError(
                 f"{file} names code of its own that makes the model (auto_map), which is not run: write a factory that "
                 "makes it, and give file.py:function"
             )
+        _require_counts(content)
         config = transformers.AutoConfig.from_pretrained(file.parent if file.name == "config.json" else file)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{file} is not a configuration of transformers: {error}") from None
-    model_class: Any = getattr(transformers, (config.architectures or [""])[0], None)
+        with torch.device("meta"):
+            model_class: Any = getattr(transformers, (config.architectures or [""])[0], None)
+            if model_class is None:
+                model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+            else:
+                model = model_class._from_config(config, attn_implementation="sdpa")
+    except UsageError:
+        raise
+    except Exception as error:  # of any kind: transformers checks little of what it reads
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UsageError(f"{file} is not a configuration of transformers that makes a model: {words}") from None
     with torch.device("meta"):
-        if model_class is None:
-            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        else:
-            model = model_class._from_config(config, attn_implementation="sdpa")
         model.train()
         if model.main_input_name == "pixel_values":
             size, channels = config.image_size, getattr(config, "num_channels", 3)
@@ -176,6 +186,18 @@ def from_config(file: Path, batch: int | None, seq: int | None) -> Source:
             inputs = {"input_ids": tokens, "labels": torch.empty_like(tokens)}
     call = f"model({', '.join(f'{name}={name}' for name in inputs)})"
     return Source(model, (), inputs, None, call)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
+
+
+def _require_counts(content: Mapping[str, Any]) -> None:
+    """Raises ValueError for numbers that transformers takes, and no model can have."""
+    for name, value in content.items():
+        most = 1 if "dropout" in name else math.inf
+        if type(value) in (int, float) and (name.startswith("num_") or most == 1) and not 0 <= value <= most:
+            raise ValueError(f"{name} cannot be {value}")
 
 
 def require_writable(path: str | None) -> None:
