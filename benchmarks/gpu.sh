@@ -16,16 +16,12 @@ import torch
 if not torch.cuda.is_available():
     raise SystemExit(
         f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU here. The same code runs on the CPU:\n"
-        "    python benchmarks/gpu.py --device cpu --size tiny --rounds 2"
+        "    python -m benchmarks.gpu_parity; python benchmarks/gpu.py --device cpu --size tiny --rounds 2"
     )
 print("torch", torch.__version__, "on", torch.cuda.get_device_name(0))
 CHECK
-parity=0 figures=0
-if python3 -c 'import pytest, hypothesis' 2>/dev/null; then
-  AUTOPARALLEL_TEST_DEVICE=cuda timeout 240 python3 -m pytest -q -p no:cacheprovider --override-ini addopts= \
-    tests/parity/test_parity.py tests/parity/test_pipelines.py -m "not wide and not slow" 2>&1 | tee "$out/parity.log"
-  parity=$?
-fi
+AUTOPARALLEL_TEST_DEVICE=cuda timeout 240 python3 -m benchmarks.gpu_parity 2>&1 | tee "$out/parity.log"
+parity=$?
 timeout 280 python3 benchmarks/gpu.py --out "$out" 2>&1 | tee "$out/figures.log"
 figures=$?
 [ "$parity" -eq 0 ] && [ "$figures" -eq 0 ]

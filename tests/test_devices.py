@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from autoparallel.comm.groups import bind, communicator_of
 from autoparallel.comm.world import elsewhere
 from autoparallel.runtime.parameters.state import require_on_device
+from benchmarks import gpu_parity
 from tests.distributed import run_distributed
+from tests.parity.harness import Recipe
 
 ROOT = Path(__file__).parents[1]
 
@@ -99,3 +101,16 @@ def test_without_a_gpu_the_benchmark_says_so(tmp_path: Path) -> None:
     command = ["bash", "benchmarks/gpu.sh", str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100, env=environment)
     assert ran.returncode == 1 and "sees no GPU here" in ran.stderr and "--device cpu" in ran.stderr
+
+
+def test_parity_on_a_gpu_tries_every_recipe_and_fails_where_one_does(monkeypatch: Any, capsys: Any) -> None:
+    tried: list[Recipe] = []
+
+    def check(recipe: Recipe) -> None:
+        tried.append(recipe)
+        assert recipe.mesh != (2,), "off by 1"
+
+    monkeypatch.setattr(gpu_parity, "check", check)
+    assert gpu_parity.count_failures(gpu_parity.RECIPES[:3]) == 2
+    assert tried == [*gpu_parity.RECIPES[:3]] and capsys.readouterr().out.count("AssertionError: off by 1") == 2
+    assert gpu_parity.count_failures(gpu_parity.RECIPES[:1]) == 0
