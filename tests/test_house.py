@@ -240,8 +240,8 @@ def planned() -> tuple[list[str], list[str]]:
 def test_the_way_to_the_first_price_is_short() -> None:
     stack, _ = planned()
     way = stack[stack.index("compiler.Compiler.make_kind") :]
-    assert len(way) - 1 <= 6, " -> ".join(way)
-    assert len(stack) - 1 <= 9, " -> ".join(stack)
+    assert len(way) - 1 <= 5, " -> ".join(way)
+    assert len(stack) - 1 <= 8, " -> ".join(stack)
     assert [name for name in stack if "search" in name] == ["planner.Planner.search"]
 
 

@@ -56,7 +56,7 @@ class Referee:
     def __init__(self, space: SearchSpace) -> None:
         self.space, self.plans = space, 0
         graph = space.captured.graph
-        calls = [node for node in graph.nodes if node.op == "call_function" and space.options(node) is not None]
+        calls = [node for node in graph.nodes if node.op == "call_function" and space.options[node] is not None]
         numbers = {node: i for i, node in enumerate(calls)}
         # What a plan costs falls into parts that few calls decide: themselves, and what each tensor goes through.
         parts: list[tuple[tuple[int, ...], Callable[..., float]]]
@@ -71,7 +71,7 @@ class Referee:
             scope = (*own, *(numbers[user] for user, _ in readers))
             parts.append((scope, cache(self._carried(node, bool(own), [i for _, i in readers], leaves))))
         self.least = float("inf")
-        for plan in itertools.product(*(space.options(node) or () for node in calls)):
+        for plan in itertools.product(*(space.options[node] or () for node in calls)):
             self.plans += 1
             cost = 0.0
             for scope, price in parts:
@@ -88,9 +88,9 @@ class Referee:
             if leaves:
                 wanted.append((Invariant,) * len(self.space.axis_sizes))
             if parameter:
-                rest = self.space.options(node) or []
+                rest = self.space.options[node] or []
                 return min(o.seconds + self._gathered(node, o, wanted[0]) for o in rest)
-            source = options[0].result if made else (self.space.options(node) or [])[0].result
+            source = options[0].result if made else (self.space.options[node] or [])[0].result
             if len(wanted) == 1:
                 return self._written(node, source, source, wanted)
             return min(self._written(node, source, middle, wanted) for middle in self._table(node).layouts)

@@ -158,7 +158,11 @@ class Evaluator:
                     else:
                         alike = replace(candidate, limit=None, room=0.0, sparing=False)
                         if (problem := self._problems.get(alike)) is None:
-                            problem = self._problems[alike] = Problem(self._space(candidate))
+                            subject = self._subject(candidate)
+                            self._require_open_batch(subject, candidate.preset)
+                            inputs = input_layouts(subject.captured, self.call.specs, self.call.layouts)
+                            space = SearchSpace(subject, candidate.preset, self.settled.at_rest, inputs)
+                            problem = self._problems[alike] = Problem(space)
                         plan = cheapest(problem, candidate.limit, candidate.room, sparing=candidate.sparing)
                         outcome = self._complete(plan, problem.space, candidate)
                 except PlanError as error:
@@ -166,18 +170,15 @@ class Evaluator:
                 self._outcomes[candidate] = outcome
             outcome = self._outcomes[candidate]
 
-    def _space(self, candidate: Candidate) -> SearchSpace:
-        """The choices that a candidate leaves."""
-        request, call, subject = self.request, self.call, self._subject(candidate)
+    def _require_open_batch(self, subject: Subject, preset: str) -> None:
+        """Raises PlanError where a preset shards the batch, and it is fixed."""
         graph = subject.captured
         fixed = not graph.batches and not any("batch_factors" in node.meta for node in graph.graph.nodes)
-        if request.constraints(candidate.preset).data and fixed and any(isinstance(s, InputSpec) for s in call.specs):
+        if self.request.constraints(preset).data and fixed and any(isinstance(s, InputSpec) for s in self.call.specs):
             raise PlanError(
-                f"the plan {candidate.preset!r} shards the batch, but the batch size is fixed at {call.batch}: "
+                f"the plan {preset!r} shards the batch, but the batch size is fixed at {self.call.batch}: "
                 f"{graph.why_fixed}; or use plan='auto', which needs no open batch"
             )
-        inputs = input_layouts(graph, call.specs, call.layouts)
-        return SearchSpace(subject, candidate.preset, self.settled.at_rest, inputs)
 
     def _subject(self, candidate: Candidate) -> Subject:
         """What a candidate is about; presets have the same."""

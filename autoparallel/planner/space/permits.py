@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from torch import fx
@@ -21,8 +21,8 @@ from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.typing import Typed
 from autoparallel.rules.ways import call_modes, operand_fits
 
-OptionsOf = Callable[[fx.Node], Sequence[Option] | None]
-"""Gives the options of a node; None for one that has no choice."""
+OptionsOf = Mapping[fx.Node, Sequence[Option] | None]
+"""The options of nodes; None for one that has no choice."""
 
 
 class Permits:
@@ -102,7 +102,7 @@ class Permits:
         """What a preset forbids between a parameter at rest and its use, as infinite prices.
 
         Args:
-            options_of: the options of a node that reads the parameter.
+            options_of: those of the nodes that read the parameter, among others.
             node, options: the parameter, and its options.
             columns: the layouts in which it may be used.
         """
@@ -138,7 +138,7 @@ class Permits:
     def _is_read_whole(self, options_of: OptionsOf, node: fx.Node, axis: int) -> bool:
         """Whether some consumer can read a parameter Invariant only, such as a ``Function`` with its own backward."""
         for user in node.users:
-            options = options_of(user) if user.op == "call_function" else None
+            options = options_of[user] if user.op == "call_function" else None
             for position, x in enumerate(self.size.operands(user)) if options else ():
                 if x is node and all(o.needs[position][axis].kind == "I" for o in options or ()):
                     return True

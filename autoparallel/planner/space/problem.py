@@ -72,9 +72,6 @@ class Problem:
         layers: of each variable the layers of the model that it is in, the outermost first.
         again: by layer, the variable that says how much of it runs again in the backward: nothing, or one of
             ``RECOMPUTED``.
-
-    Raises:
-        PlanError: where nothing is left to choose from for an operator.
     """
 
     def __init__(self, space: SearchSpace) -> None:
@@ -97,7 +94,7 @@ class Problem:
         self._own_prices: dict[Hashable, tuple[np.ndarray, np.ndarray | None]] = {}
         self._readers, self._leaving = self._consumers()
         nodes = self.captured.graph.nodes
-        operators = [node for node in nodes if node.op == "call_function" and space.options(node) is not None]
+        operators = [node for node in nodes if node.op == "call_function" and space.options[node] is not None]
         for node in operators:
             if (layer := self.open.get(node)) is not None and layer not in self.again:
                 self.again[layer] = variable = self._new_variable(1 + len(RECOMPUTED), (layer,))
@@ -176,7 +173,7 @@ class Problem:
         return readers, leaving
 
     def _add(self, node: fx.Node, layers: tuple[str, ...]) -> None:
-        options = self.space.options(node)
+        options = self.space.options[node]
         assert options is not None
         variable = Variable(node, options, self._new_variable(len(options), layers))
         self.variables[node] = variable
@@ -201,7 +198,7 @@ class Problem:
             return
         # Worked out once for tensors that are alike and whose consumers are.
         layer = self.open.get(node)
-        at = tuple([(id(self.space.options(r)), position, self.open.get(r) == layer) for r, position in consumers])
+        at = tuple([(id(self.space.options[r]), position, self.open.get(r) == layer) for r, position in consumers])
         key = (
             alike,
             self.size.tensor(node),
@@ -230,7 +227,7 @@ class Problem:
             return None
         wanted: dict[Layout, None] = {}
         for reader, position in readers:
-            wanted |= dict.fromkeys([o.needs[position] for o in self.space.options(reader) or ()])
+            wanted |= dict.fromkeys([o.needs[position] for o in self.space.options[reader] or ()])
         if node.name not in self.captured.parameters:
             wanted |= dict.fromkeys([o.result for o in options])
         return list(wanted)

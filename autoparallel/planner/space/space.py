@@ -35,6 +35,14 @@ class SearchSpace:
         preset: which axes may do what; the request's, unless told another.
         pinned: how parameters lie that an earlier plan has settled.
         input_layouts: those in which inputs come; the others are whole.
+
+    Attributes:
+        options: the ways to run each operator and to keep each parameter, of nodes that are alike the very same list;
+            None for a node that has no choice and no tensors.
+        unruled: how many calls there are of each operator without a rule.
+
+    Raises:
+        PlanError: where nothing is left to choose from for an operator.
     """
 
     def __init__(
@@ -53,48 +61,50 @@ class SearchSpace:
         self.pinned, self.input_layouts = pinned or {}, input_layouts or {}
         self.permits = Permits(subject, preset, self.pinned.keys())
         self.constraints, self.pins = self.permits.constraints, self.permits.pins
+        self.options: dict[fx.Node, list[Option] | None] = {}
         self.unruled: dict[str, int] = {}
-        self._options: dict[fx.Node, list[Option] | None] = {}
         # What is alike is worked out once.
-        self._of_kind: dict[Hashable, tuple[list[Option] | None, bool]] = {}  # with whether they have a rule
+        of_kind: dict[Hashable, tuple[list[Option] | None, bool]] = {}  # with whether they have a rule
         self._left: dict[Hashable, list[Option]] = {}
-
-    def options(self, node: fx.Node) -> list[Option] | None:
-        """The ways to run an operator or to keep a parameter; None for a node that has no choice and no tensors.
-
-        Nodes that are alike have the very same list.
-        """
-        if node not in self._options:
+        for node in self.captured.graph.nodes:
             kind = self._kind(node)
-            if kind not in self._of_kind:
-                if node.op == "placeholder" and node.name in self.captured.parameters:
-                    options: list[Option] | None = self._parameter_options(node)
-                elif node.op == "placeholder":
-                    options = [Option((), (), self.input_layouts.get(node.name, self.subject.invariant), 0.0)]
-                elif node.op != "call_function" or not tensor_operands(node) and not is_tensor(node):
-                    options = None
-                elif not is_tensor(node) or node.target is operator.getitem or node not in self.searched:
-                    needs = tuple(self.subject.invariant for _ in tensor_operands(node))
-                    options = [Option((INVARIANT_MODE,) * len(self.axis_sizes), needs, self.subject.invariant, 0.0)]
-                else:
-                    options = operator_options(
+            if kind not in of_kind:
+                if self._is_chosen(node):
+                    options: list[Option] | None = operator_options(
                         node,
                         self.axis_sizes,
                         self.profile,
                         self.size,
                         self.permits.allows,
-                        parts=self.subject.parts(node),
+                        parts=subject.parts(node),
                     )
                     if not options:
                         raise PlanError(self.conflict(node))
-                self._of_kind[kind] = options, self._rule_is_known(node)
-            options, has_rule = self._of_kind[kind]
-            self._options[node] = self._left_by_pins(node, options)
+                else:
+                    options = self._other_options(node)
+                of_kind[kind] = options, self._rule_is_known(node)
+            options, has_rule = of_kind[kind]
+            self.options[node] = self._left_by_pins(node, options)
             if not has_rule:
                 producer = node.args[0] if node.target is operator.getitem else node
-                name = operator_name(producer.target)  # type: ignore[union-attr]
+                name = operator_name(producer.target)
                 self.unruled[name] = self.unruled.get(name, 0) + 1
-        return self._options[node]
+
+    def _is_chosen(self, node: fx.Node) -> bool:
+        """Whether there are several ways to run a node."""
+        is_call = node.op == "call_function" and node.target is not operator.getitem
+        return is_call and is_tensor(node) and node in self.searched
+
+    def _other_options(self, node: fx.Node) -> list[Option] | None:
+        """The ways to keep a parameter, and the one of what there is no choice about."""
+        if node.op == "placeholder" and node.name in self.captured.parameters:
+            return self._parameter_options(node)
+        if node.op == "placeholder":
+            return [Option((), (), self.input_layouts.get(node.name, self.subject.invariant), 0.0)]
+        if node.op != "call_function" or not tensor_operands(node) and not is_tensor(node):
+            return None
+        needs = tuple(self.subject.invariant for _ in tensor_operands(node))
+        return [Option((INVARIANT_MODE,) * len(self.axis_sizes), needs, self.subject.invariant, 0.0)]
 
     def _left_by_pins(self, node: fx.Node, options: list[Option] | None) -> list[Option] | None:
         """The options that the user's pins leave; the same list where they leave the same."""
