@@ -145,12 +145,16 @@ class Compiler:
         trace = captured.copy() if captured.lengths or captured.batches else None
         try:
             plan = self._plan(captured, call, at_rest)
-        except PlanError:
+        except PlanError as error:
             even = self._round_batch(call)
             if at_rest is not None or self.request.stages or not self._is_preset or even.batch == call.batch:
                 raise
             # A preset cannot cut this batch: parameters lie as for the next larger one that it can.
-            at_rest = self._layouts_at_rest(self._plan(self._capture(even), even, None))
+            try:
+                larger = self._capture(even)
+            except CaptureError:  # the model has no other
+                raise error from None
+            at_rest = self._layouts_at_rest(self._plan(larger, even, None))
             plan = self._plan(captured, call, at_rest)
         plan = replace(plan, choice=self.choice or plan.choice)
         with self._progress.phase("build"):

@@ -148,6 +148,13 @@ FOLDER = torch.__file__.rpartition("/")[0] + "/"
 """Where torch's own Python lies."""
 
 
+def keep_lines_of(function: object) -> None:
+    """Lets traces note the lines of a function beside those of what is called ``forward``; before 2.13 they cannot."""
+    note = getattr(torch.fx.proxy, "_register_stack_trace_anchor", None)
+    if note is not None:
+        note(function)
+
+
 def import_tracer() -> None:
     """Imports Dynamo and what else traces a model, which takes long and sets environment variables: both would disturb
     a trace that is watched."""

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch.export import make_fake_mode
+from autoparallel._torch.export import keep_lines_of, make_fake_mode
 from autoparallel._torch.nn import parametrizations_made_anew
 from autoparallel.capture.caches import asks_for_cache, make_no_caches
 from autoparallel.capture.describe import describe
@@ -200,6 +200,7 @@ class Attempt:
         numbers = [i for i, spec in enumerate(self.specs) if isinstance(spec, NumberSpec)]
         twins = [(i, s.twin) for i, s in enumerate(self.specs) if isinstance(s, InputSpec) and s.twin is not None]
         wrapper = Training(plain, loss, self.precision, self.recorders[-1], _alike(self.specs), numbers, twins)
+        keep_lines_of(loss)
         wrapper.training = plain.training
         wrapper.findings.copies = table
         wrapper.findings.existing = {*map(id, table.values()), *self._input_ids}

@@ -174,7 +174,8 @@ class SearchSpace:
             at = f" at {node.meta['key']}" if node is not None and "key" in node.meta else ""
             return (
                 f"{problem}{at}: a batch of {', '.join(map(str, rows))} rows must divide by {ranks}, the ranks that "
-                f"shard it (the batch is the first dim of the first input); change the batch or the mesh, or {cure}"
+                f"shard it (the batch is the first dim of the first input: where another has it, give that first, by "
+                f"its name); change the batch or the mesh, or {cure}"
             )
         if node is None:
             return f"{problem}: what it asks of some operators contradicts what it asks of others; {cure}"
