@@ -222,7 +222,7 @@ def compile(
         make_dtensors(model, mesh)
     handle_operators(mesh.device_type)
     everyone = whole_group_name(prefix) if staged else None
-    store = GradientStore(inner, bind(inner), dict(model.named_parameters()), everyone)
+    store = GradientStore(inner, bind(inner, mesh), dict(model.named_parameters()), everyone)
     plans = None if cache is None else PlanCache(cache)
     make_body = make_body_of(backend)
     settings = Settings(model, agreement, store, make_body, scaler=grad_scaler, unable=unable, cache=plans)

@@ -190,7 +190,7 @@ class Compiler:
             mesh = make_mesh(mesh.device_type, axes)
             staged = axes[0][0] == PIPELINE_AXIS
             inner = inner_mesh(mesh, PIPELINE_AXIS) if staged else mesh
-            self.store.move(inner, bind(inner), whole_group_name(bind(mesh)) if staged else None)
+            self.store.move(inner, bind(inner, mesh), whole_group_name(bind(mesh)) if staged else None)
         self._lie_on(mesh, request)
         return captured
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autoparallel
 from autoparallel import _torch
-from autoparallel.comm.groups import axis_of_group, bind, communicator_of, with_data_axis
+from autoparallel.comm.groups import axis_of_group, bind, communicator_of, inner_mesh, with_data_axis
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.runtime.ranks.agreement import agreement_of
 from tests.distributed import open_pool, run_distributed, run_in
@@ -155,3 +155,13 @@ def _with_a_teacher_on_one_rank() -> float:
 
 def test_ranks_of_a_mesh_may_have_bound_different_meshes_before() -> None:
     assert all(off < 1e-9 for off in run_distributed(_with_a_teacher_on_one_rank, world_size=2))
+
+
+def _name_of_a_stage() -> str:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    return bind(inner_mesh(mesh, "pp"), mesh)
+
+
+def test_the_meshes_of_stages_have_one_name() -> None:
+    one, other = run_distributed(_name_of_a_stage, world_size=2)
+    assert one == other

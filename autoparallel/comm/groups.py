@@ -295,18 +295,22 @@ _BOUND: dict[str, MeshGroups] = {}
 _LOCAL = threading.local()
 
 
-def bind(mesh: DeviceMesh) -> str:
+def bind(mesh: DeviceMesh, whole: DeviceMesh | None = None) -> str:
     """Registers ``mesh`` and returns the prefix under which its axes are known, the same on every rank.
 
-    It is made of the mesh alone: ranks may have bound other meshes before, such as one of a teacher on some of them.
+    It is made of meshes alone: ranks may have bound others before, such as one of a teacher on some of them.
     The groups over several axes are made here, all at once, because making one is itself a collective.
+
+    Args:
+        whole: of which it is one of the slices, such as a stage's, which have one prefix.
     """
     names = mesh.mesh_dim_names or ()
     _forget_closed()
-    key = f"mesh{zlib.crc32(repr((mesh.device_type, names, mesh.mesh.tolist())).encode()):08x}"
-    key = next(name for name in (key + "x" * i for i in itertools.count()) if name not in _BOUND)
+    ranks = (mesh if whole is None else whole).mesh.tolist()
+    first = f"mesh{zlib.crc32(repr((mesh.device_type, names, ranks)).encode()):08x}"
+    key = next(name for name in (first + "x" * i for i in itertools.count()) if name not in _BOUND)
     for prefix, bound in _BOUND.items():
-        if bound.mesh == mesh:
+        if bound.mesh == mesh and prefix.rstrip("x") == first:
             _BOUND[prefix] = _BOUND.pop(prefix)
             return prefix
     coordinate = mesh.get_coordinate()
