@@ -192,7 +192,7 @@ class MeshGroups:
         if self.size(axis) == 1:
             return _clone(x.unsqueeze(0))
         out = x.new_empty((self.size(axis), *x.shape))
-        data, received = as_real(x).view(-1), as_real(out).view(-1)
+        data, received = as_bytes(x), as_bytes(out)
         gather = _torch.distributed.all_gather_single
         wait = self._start("all_gather", axis, out, lambda group: gather(received, data, group=group, async_op=True))
         return lambda: self.groups[axis].by_place(wait())
@@ -214,7 +214,7 @@ class MeshGroups:
     def _sum_of_rows(self, x: torch.Tensor, axis: str) -> Wait:
         """See [Note: gloo's reduce-scatter]; rows are in the order of the process group."""
         rows = torch.empty_like(x)
-        received, data = as_real(rows), as_real(x)
+        received, data = as_bytes(rows), as_bytes(x)
 
         def exchange(group: dist.ProcessGroup) -> Any:
             with _in_place_of("reduce_scatter"):
@@ -236,7 +236,7 @@ class MeshGroups:
         if self.size(axis) == 1:
             return _clone(x)
         out = torch.empty_like(x)
-        received, data = as_real(out), as_real(self.groups[axis].by_number(x))
+        received, data = as_bytes(out), as_bytes(self.groups[axis].by_number(x))
         wait = self._start(
             "all_to_all", axis, out, lambda group: dist.all_to_all_single(received, data, group=group, async_op=True)
         )
@@ -282,6 +282,11 @@ def carried_out() -> str | None:
 def as_real(x: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as real numbers, which are all that every backend can send."""
     return torch.view_as_real(x) if x.is_complex() else x
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, whatever its dtype: backends move bytes, but not all kinds of numbers."""
+    return x.view(-1).view(torch.uint8)
 
 
 def _clone(x: torch.Tensor) -> Wait:

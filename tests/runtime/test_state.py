@@ -171,7 +171,7 @@ def test_both_names_of_a_tied_weight() -> None:
 
 
 class Normed(nn.Module):
-    """Batch norm, a buffer that is not saved, and a buffer that the model itself changes."""
+    """Batch norm, a buffer that is not saved, one of few bits, and a buffer that the model itself changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,11 +180,12 @@ class Normed(nn.Module):
         self.down = nn.Linear(8, 4)
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 8), persistent=False)
         self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("places", torch.arange(8, dtype=torch.int16))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.seen.add_(1)
-        return self.down(self.bn(self.up(x * self.scale)))
+        return self.down(self.bn(self.up(x * self.scale + self.places)))
 
 
 def _buffers(plan: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
+from autoparallel.comm.groups import as_bytes
 from autoparallel.comm.world import elsewhere
 from autoparallel.graph.garbage import FEW, collected_rarely
 from autoparallel.graph.plain_tensors import REPLACED
@@ -112,7 +113,7 @@ def broadcast(tensors: Sequence[torch.Tensor], ranks: Sequence[int], group: Any,
         for alike in _torch.tensors.by_dtype(tensors):
             for batch in in_batches(alike, torch.Tensor.numel, 1 << 24):
                 flat = torch.cat([t.reshape(-1) for t in batch])
-                dist.broadcast(flat, src=ranks[source], group=group)
+                dist.broadcast(as_bytes(flat), src=ranks[source], group=group)
                 for t, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
                     t.copy_(part.view_as(t))
 
