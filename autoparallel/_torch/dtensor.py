@@ -34,6 +34,13 @@ def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
+def from_part(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[DTensorPlacement, ...], shape: Sequence[int]
+) -> DTensor:
+    """A contiguous ``DTensor`` of a shape, of which this rank has ``local``."""
+    return wrap_local(local, make_spec(mesh, placements, torch.Size(shape), local.dtype))
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """A ``DTensor``'s local tensor itself, not a differentiable view of it; a plain tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
@@ -18,7 +17,7 @@ from autoparallel.checkpoint.folder import CheckpointError, Entry, find, read_fo
 from autoparallel.checkpoint.saving import World
 from autoparallel.checkpoint.tree import decode, require_same_groups, restore_optimizer
 from autoparallel.checkpoint.writers import layout_of
-from autoparallel.placements import Invariant, Layout, to_dtensor_placements
+from autoparallel.placements import Invariant, to_dtensor_placements
 from autoparallel.placements.regions import own_region, whole_region
 
 
@@ -130,7 +129,8 @@ def _for_optimizer(
                 return _like(entry, parameter, world)
             mesh, device = parameter.device_mesh, _torch.dtensor.local_of(parameter).device
             value = whole(tensor, was_sharded).to(device)
-            return _wrap(value, (Invariant,) * mesh.ndim, mesh, entry)
+            placements = to_dtensor_placements((Invariant,) * mesh.ndim)
+            return _torch.dtensor.from_part(value, mesh, placements, entry.shape)
 
         content["state"][path] = decode(values, lookup)
     return partial(restore_optimizer, optimizer, content, world.names)
@@ -145,13 +145,7 @@ def _like(entry: Entry, target: Tensor, world: World) -> Tensor:
     local = entry.read(region).to(_torch.dtensor.local_of(target).device)
     if not isinstance(target, DTensor):
         return local
-    return _wrap(local, layout, mesh, entry)
-
-
-def _wrap(local: Tensor, layout: Layout, mesh: DeviceMesh, entry: Entry) -> DTensor:
-    """This rank's part of a saved tensor as a ``DTensor``."""
-    spec = _torch.dtensor.make_spec(mesh, to_dtensor_placements(layout), torch.Size(entry.shape), entry.dtype)
-    return _torch.dtensor.wrap_local(local, spec)
+    return _torch.dtensor.from_part(local, mesh, to_dtensor_placements(layout), entry.shape)
 
 
 def _whole(entries: Mapping[str, Entry]) -> Callable[[str, bool], Tensor]:

@@ -230,10 +230,8 @@ class _DryStore(GradientStore):
         parameters: dict[str, Any] = {}
         for chain in (chain for bucket in program.buckets for chain in bucket.chains):
             local = _empty(chain.shape, chain.at_rest, chain.rest_dtype, plan)
-            spec = _torch.dtensor.make_spec(
-                mesh, to_dtensor_placements(chain.at_rest), torch.Size(chain.shape), chain.rest_dtype
-            )
-            parameters[chain.name] = _torch.dtensor.wrap_local(local, spec).requires_grad_(chain.trainable)
+            value = _torch.dtensor.from_part(local, mesh, to_dtensor_placements(chain.at_rest), chain.shape)
+            parameters[chain.name] = value.requires_grad_(chain.trainable)
         super().__init__(mesh, "mesh", parameters)
 
     def gather(self, chains: Sequence[ParameterChain], values: Tensors) -> Gather:

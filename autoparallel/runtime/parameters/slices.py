@@ -29,7 +29,7 @@ def as_parameter(local: torch.Tensor, parameter: torch.Tensor) -> DTensor:
     """A ``DTensor`` that lies as a parameter at rest does, around this rank's part."""
     spec = _torch.dtensor.spec_of(parameter)  # type: ignore[arg-type]
     if local.dtype != parameter.dtype:
-        spec = _torch.dtensor.make_spec(spec.mesh, spec.placements, parameter.shape, local.dtype)
+        return _torch.dtensor.from_part(local, spec.mesh, spec.placements, parameter.shape)
     return _torch.dtensor.wrap_local(local, spec)
 
 

@@ -20,7 +20,7 @@ from autoparallel.graph.plain_tensors import REPLACED
 from autoparallel.placements import Invariant, Layout, to_dtensor_placements
 from autoparallel.runtime.parameters.hooks import move_hooks, require_own_hooks
 from autoparallel.runtime.parameters.initial_values import find_units, set_already
-from autoparallel.runtime.parameters.slices import local_slice
+from autoparallel.runtime.parameters.slices import as_parameter, local_slice
 
 T = TypeVar("T")
 
@@ -67,8 +67,8 @@ def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module, name, parameter in list(slots(model)):
         if id(parameter) not in replacements:
-            spec = _torch.dtensor.make_spec(mesh, layout, parameter.shape, parameter.dtype)
-            new = _remade(parameter, parameter.detach().contiguous(), spec)
+            whole = parameter.detach().contiguous()
+            new = _remade(parameter, _torch.dtensor.from_part(whole, mesh, layout, whole.shape))
             move_hooks(parameter, new)
             replacements[id(parameter)] = REPLACED[parameter] = new
             if parameter.requires_grad:
@@ -85,17 +85,16 @@ def _refuse_gradient(name: str, parameter: torch.Tensor) -> None:
     )
 
 
-def _remade(parameter: nn.Parameter, local: torch.Tensor, spec: Any) -> nn.Parameter:
-    """A parameter of which this rank has ``local``, in all else as another is, but for its gradient and its hooks."""
-    new = nn.Parameter(_torch.dtensor.wrap_local(local, spec), requires_grad=parameter.requires_grad)
+def _remade(parameter: nn.Parameter, value: DTensor) -> nn.Parameter:
+    """A parameter with a value, in all else as another is, but for its gradient and its hooks."""
+    new = nn.Parameter(value, requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
     return new
 
 
 def copy_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter at rest that lies as another does and has its values, without its gradient and its hooks."""
-    spec = _torch.dtensor.spec_of(parameter)  # type: ignore[arg-type]
-    new = _remade(parameter, _torch.dtensor.local_of(parameter).detach().clone(), spec)
+    new = _remade(parameter, as_parameter(_torch.dtensor.local_of(parameter).detach().clone(), parameter))
     move_hooks(new, new)
     return new
 
@@ -146,8 +145,7 @@ def lay_out(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
         )
     with torch.no_grad():
         local = local_slice(_torch.dtensor.local_of(parameter).detach(), layout, mesh)
-    spec = _torch.dtensor.make_spec(mesh, placements, parameter.shape, parameter.dtype)
-    _swap(parameter, _remade(parameter, local, spec))
+    _swap(parameter, _remade(parameter, _torch.dtensor.from_part(local, mesh, placements, parameter.shape)))
 
 
 def _swap(parameter: nn.Parameter, new: nn.Parameter) -> None:
@@ -190,8 +188,8 @@ def materialize(
             if not _is_meta(p):
                 continue  # tied, and done already
             layout, home = layouts[names[id(p)]], homes[names[id(p)]]
-            spec = _torch.dtensor.make_spec(home, to_dtensor_placements(layout), p.shape, p.dtype)
-            _swap(p, _remade(p, local_slice(value, layout, home), spec))
+            local = local_slice(value, layout, home)
+            _swap(p, _remade(p, _torch.dtensor.from_part(local, home, to_dtensor_placements(layout), p.shape)))
 
 
 def _is_meta(parameter: torch.Tensor) -> bool:

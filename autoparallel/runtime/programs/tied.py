@@ -92,11 +92,8 @@ class TiedParameters:
                 part = own_region(chain.shape, chain.at_rest, mesh)
                 assert part is not None
                 local = torch.empty(part.shape, dtype=chain.rest_dtype, device=mesh.device_type)
-                spec = _torch.dtensor.make_spec(
-                    mesh, to_dtensor_placements(chain.at_rest), torch.Size(chain.shape), chain.rest_dtype
-                )
-                parameter = nn.Parameter(_torch.dtensor.wrap_local(local, spec), requires_grad=chain.trainable)
-                self.borrowed[chain.name] = parameter
+                value = _torch.dtensor.from_part(local, mesh, to_dtensor_placements(chain.at_rest), chain.shape)
+                self.borrowed[chain.name] = nn.Parameter(value, requires_grad=chain.trainable)
 
     def chain(self, name: str) -> ParameterChain:
         """The way of a parameter's summed gradient back."""
