@@ -43,8 +43,7 @@ def pipeline_traffic(
         owners: the rank on the pipeline's axis on which each parameter lies.
     """
     pipeline = staged.plan
-    chains = [staged.chains(stage) for stage in range(pipeline.count)]
-    ties = find_ties(chains, owners, pipeline.rank_of, redistributor)
+    ties = find_ties(staged, owners, redistributor)
     borders = list(_borders(staged, plan.axis_sizes))
     loans = [loan for tie in ties for loan in _loans(tie, plan.axis_sizes)]
     by_rank = _between_ranks(staged, borders, loans, call)

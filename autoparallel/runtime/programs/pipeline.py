@@ -461,14 +461,14 @@ def attach_stages(
         make_body: as :class:`Runner` takes it.
     """
     plan = staged.plan
-    chains = [staged.chains(stage) for stage in range(plan.count)]
-    ties = find_ties(chains, owners, plan.rank_of, redistributor)
-    tied = TiedParameters(ties, store, group_name(prefix, [plan.axis], [0]) if plan.axis else None)
+    group = group_name(prefix, [plan.axis], [0]) if plan.axis else None
+    tied = TiedParameters(find_ties(staged, owners, redistributor), store, group)
     loss = staged.captured.objective
     stages = {}
     for index in plan.stages_of(tied.rank):
         graph, program = staged.graphs[index], staged.programs[index]
-        borrowed = {name: p for name, p in tied.borrowed.items() if name in chains[index]}
+        used = staged.chains(index)
+        borrowed = {name: p for name, p in tied.borrowed.items() if name in used}
         objective = loss if loss in graph.results else None
         gradients = StageGradients(store, borrowed, alone=plan.count == 1)
         stages[index] = Stage(index, graph, program, gradients, plain, make_body, objective)

@@ -19,6 +19,7 @@ from autoparallel.passes.hoist_parameter_chains import ParameterChain, join_layo
 from autoparallel.placements import largest_piece, to_dtensor_placements
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.placements.regions import own_region
+from autoparallel.program.stages import StagedProgram
 from autoparallel.runtime.gradients.store import GradientStore
 
 
@@ -44,20 +45,14 @@ class Tie:
         return tuple(rank for rank in self.users if rank != self.owner)
 
 
-def find_ties(
-    chains: Sequence[Mapping[str, ParameterChain]],
-    owners: Mapping[str, int],
-    rank_of: Callable[[int], int],
-    redistributor: Redistributor,
-) -> list[Tie]:
+def find_ties(staged: StagedProgram, owners: Mapping[str, int], redistributor: Redistributor) -> list[Tie]:
     """The parameters that several stages use, or one that lies elsewhere.
 
     Args:
-        chains: for each stage, the parameters that it uses.
         owners: the rank on the pipeline's axis that holds each parameter.
-        rank_of: stage to rank.
     """
-    ties = []
+    ties, rank_of = [], staged.plan.rank_of
+    chains = [staged.chains(stage) for stage in range(staged.plan.count)]
     for name in sorted({name for stage in chains for name in stage}):
         used = {i: stage[name] for i, stage in enumerate(chains) if name in stage}
         users: dict[int, tuple[int, ...]] = {}
