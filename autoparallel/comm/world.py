@@ -98,7 +98,10 @@ def elsewhere(tensor: torch.Tensor, mesh: DeviceMesh) -> str | None:
     """What to do where a tensor is not on the device that this process computes on; None where it is."""
     kind, index = tensor.device.type, tensor.device.index
     if kind != mesh.device_type:
-        return f"is on {tensor.device}, the mesh is on {mesh.device_type!r}: move it there"
+        return (
+            f"is on {tensor.device}, the mesh is on {mesh.device_type!r}: move it there "
+            f"(.to({mesh.device_type!r})), or make a mesh on {kind!r}"
+        )
     if index is None or index == (here := torch.get_device_module(kind).current_device()):
         return None
     return (

@@ -49,11 +49,6 @@ def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
                 "What to change: compile models that share a parameter as one that holds them all, and says in its "
                 "forward which of them runs."
             )
-        if tensor.device.type not in (mesh.device_type, "meta"):
-            raise ValueError(
-                f"{name} is on {tensor.device} but the mesh is on {mesh.device_type!r}: move the model there first "
-                f"(model.to({mesh.device_type!r})), or make a mesh on {tensor.device.type!r}"
-            )
         if not tensor.is_meta and (problem := elsewhere(tensor, mesh)):
             raise ValueError(f"{name} {problem}")
         require_own_hooks(name, tensor)
