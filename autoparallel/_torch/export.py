@@ -44,7 +44,7 @@ class UnnoticedMode(TorchDispatchMode):
 
 
 class AttendingMode(UnnoticedMode):
-    """The same for FlexAttention alone; what else is compiled runs as it was written, as in other modes."""
+    """A mode of which Dynamo takes no notice in FlexAttention alone; what else is compiled runs as in any mode."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:

@@ -330,7 +330,7 @@ def local_shape(shape: Sequence[Any], src: Placement, dst: Placement, n: int) ->
 
 
 def arriving_shape(shape: Sequence[Any], src: str, dst: str, group: str) -> list[Any]:
-    """The same for placements as text along a mesh axis by name."""
+    """The local shape after the redistribution between placements as text, along a mesh axis by name."""
     return local_shape(shape, parse_placement(src), parse_placement(dst), axis_size(group))
 
 

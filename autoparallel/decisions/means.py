@@ -28,7 +28,7 @@ class Means:
 
     @property
     def means(self) -> Means:
-        """These alone."""
+        """These numbers alone."""
         return Means(**{field.name: getattr(self, field.name) for field in fields(Means)})
 
     def require_valid(self) -> None:
@@ -60,5 +60,5 @@ class OpenMeans:
 
     @property
     def open_means(self) -> OpenMeans:
-        """These alone."""
+        """These numbers alone."""
         return OpenMeans(**{field.name: getattr(self, field.name) for field in fields(OpenMeans)})

@@ -221,7 +221,7 @@ class Captured:
         return replace(self, module=_torch.export.graph_module(copy_graph(self.graph)))
 
     def part(self, graph: fx.Graph) -> Captured:
-        """The same with another graph, and what is known of those of its placeholders that this one has, too."""
+        """The capture with another graph, and what is known of those of its placeholders that this one has, too."""
         names = {node.name for node in graph.nodes if node.op == "placeholder"}
         return replace(
             self,

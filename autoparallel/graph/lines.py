@@ -34,7 +34,7 @@ _MARKS = ("module", "layer", "nn_module_stack", "stack_trace", "torch_fn")
 
 
 def noted_line(node: fx.Node) -> str:
-    """The same; empty where the trace noted none."""
+    """The line of the model that a node is of, as the trace noted it; empty where it noted none."""
     lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
     files = [
         i

@@ -92,7 +92,8 @@ def _in_the_batch(x: Tensor) -> Tensor:
 
 
 def reads_of_rows(node: fx.Node) -> set[int]:
-    """Of which of what the functions of FlexAttention read, counted through both, they read the score's row only."""
+    """The numbers, counted through both functions of FlexAttention, of those tensors of which they read the score's row
+    only."""
     call: Any = node
     numbers: set[int] = set()
     first = 0

@@ -75,7 +75,7 @@ class Task:
         return self.batches[((step - 1) * self.accumulation + number - 1) % len(self.batches)]
 
     def copy(self, dtype: torch.dtype | None = None) -> Task:
-        """The same with a model and inputs of its own, cast where a dtype is given."""
+        """The task with a model and inputs of its own, cast where a dtype is given."""
         loss_fn = _copy_model(self.loss_fn, dtype) if isinstance(self.loss_fn, nn.Module) else self.loss_fn
         batches = tuple(_cast_batch(batch, dtype) for batch in self.batches)
         model = _copy_model(self.model, dtype)
