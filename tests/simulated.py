@@ -93,8 +93,8 @@ class Rank:
         for name, whole in self.model.named_parameters():
             home, layout = meshes[of.owners.get(name, 0)], of.plan.at_rest(name)
             local = local_slice(whole.detach(), layout, home).clone()
-            spec = _torch.dtensor.make_spec(home, to_dtensor_placements(layout), whole.shape, whole.dtype)
-            parameters[name] = nn.Parameter(_torch.dtensor.wrap_local(local, spec), whole.requires_grad)
+            value = _torch.dtensor.from_part(local, home, to_dtensor_placements(layout), whole.shape)
+            parameters[name] = nn.Parameter(value, whole.requires_grad)
         groups = f"{PREFIX}/{'+'.join(of.names)}" if of.request.stages else None
         self.store = GradientStore(meshes[here], PREFIX, parameters, groups)
         program = of.programs[number]

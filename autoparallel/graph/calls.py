@@ -48,6 +48,11 @@ class Call:
     autocast: torch.dtype | None = None
 
     @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The global shapes of its tensors."""
+        return tuple([s.shape for s in self.specs if isinstance(s, InputSpec)])
+
+    @property
     def is_training(self) -> bool:
         """Whether the model is in training mode, as a graph is that has no modes."""
         return self.training[0] if self.training else True

@@ -209,7 +209,7 @@ class Kinds:
             specs = opened(call.specs, [*self._forms[form], changing_of(call.specs)])
             call = replace(call, specs=without_numbers(specs) if form in self._fixing else specs)
             key = self._key(call)
-        return KeyedCall(call, key, (key, _shapes_of(call)))
+        return KeyedCall(call, key, (key, call.shapes))
 
     def _form(self, call: Call) -> object:
         """The inputs of a call but for sizes and numbers: what is open in training is so in evaluation, too."""
@@ -246,7 +246,7 @@ class Kinds:
                 except UnevenSizeError as error:
                     trace, why = kind.trace, str(error).partition(". ")[0]
             if why:
-                key = replace(key, sizes=_shapes_of(call))
+                key = replace(key, sizes=call.shapes)
                 kind = self._kinds.get(key)
         if kind is None:
             started = time.perf_counter()
@@ -294,14 +294,9 @@ class Kinds:
             self._noted.add(why)
             LOGGER.log(
                 level, "inputs of shapes %s were %s once more, in %.1f s, and so will others be: %s",
-                list(_shapes_of(call)), what, seconds, why,
+                list(call.shapes), what, seconds, why,
             )  # fmt: skip
         self._kinds[key] = kind
-
-
-def _shapes_of(call: Call) -> tuple[tuple[int, ...], ...]:
-    """The global shapes of a call's tensors."""
-    return tuple([s.shape for s in call.specs if isinstance(s, InputSpec)])
 
 
 def _log_change(changes: Sequence[tuple[str, PythonState]], seconds: float) -> None:

@@ -172,10 +172,10 @@ class PipelineRunner:
         """How many microbatches a call is cut into: where nothing is differentiated, as many as the plan can run."""
         if self._differentiates(call):
             return self.plan.microbatches
-        key = tuple([s.shape for s in call.specs if isinstance(s, InputSpec)])
-        if key not in self._counts:
-            self._counts[key] = count_microbatches(self.plan.microbatches, call.batch, lambda m: self._divides(call, m))
-        return self._counts[key]
+        if call.shapes not in self._counts:
+            counts = count_microbatches(self.plan.microbatches, call.batch, lambda m: self._divides(call, m))
+            self._counts[call.shapes] = counts
+        return self._counts[call.shapes]
 
     def _divides(self, call: Call, count: int) -> bool:
         """Whether a microbatch of so many divides over the mesh."""

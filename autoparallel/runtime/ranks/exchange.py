@@ -17,7 +17,6 @@ import torch
 
 from autoparallel.comm.waiting import RankMismatchError
 from autoparallel.graph.calls import Call
-from autoparallel.graph.captured import InputSpec
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.ranks.agreement import Agreement, digest, is_same, tensor_digest
 from autoparallel.runtime.ranks.randomness import STREAM, Place, pack, unpack
@@ -83,8 +82,7 @@ class Exchange:
         problem = problem or agreement.broken
         self.calls += 1
         modes = torch.is_grad_enabled(), self.store.synchronise
-        shapes = [s.shape for s in call.specs if isinstance(s, InputSpec)]
-        structure = digest("call", self.name, self._counts(), kind, shapes, problem, modes)
+        structure = digest("call", self.name, self._counts(), kind, call.shapes, problem, modes)
         check, place = self._values(call, whole), f"call {self.calls} of {self.name}"
         stale = self.store.has_stale()
         replicas = self.replicas
