@@ -228,7 +228,7 @@ class _DryStore(GradientStore):
         ranks = torch.arange(communicator.size("+".join(plan.axis_names)), device="cpu").view(plan.axis_sizes)
         mesh = _torch.dtensor.mesh_without_groups("cpu", ranks, plan.axis_names, 0)
         parameters: dict[str, Any] = {}
-        for chain in (chain for bucket in program.buckets for chain in bucket.chains):
+        for chain in program.chains.values():
             local = _empty(chain.shape, chain.at_rest, chain.rest_dtype, plan)
             value = _torch.dtensor.from_part(local, mesh, to_dtensor_placements(chain.at_rest), chain.shape)
             parameters[chain.name] = value.requires_grad_(chain.trainable)

@@ -11,7 +11,6 @@ from autoparallel.comm.traffic import Traffic
 from autoparallel.decisions.prediction import ACCUMULATORS, ModuleRow, ParameterRow, Prediction
 from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
-from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.plan import Plan
 from autoparallel.predict.communicator import BACKWARD, FORWARD, GRADIENTS, UNSHARD
 from autoparallel.predict.dry_run import GRADIENT_BUFFERS, dry_run
@@ -32,7 +31,7 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
     run = dry_run(program, plan, profile)
     several = plan.microbatches > 1
     kept_apart = dry_run(program, plan, profile, [program.captured.objective or 0]) if several else run
-    chains = [chain for bucket in program.buckets for chain in bucket.chains]
+    chains = list(program.chains.values())
     sizes = plan.axis_sizes
 
     trained = [c for c in chains if c.trainable]
@@ -96,7 +95,7 @@ def _clip_traffic(plan: Plan) -> Traffic:
 
 
 def _modules(program: LocalProgram, plan: Plan) -> tuple[ModuleRow, ...]:
-    chains: dict[str, ParameterChain] = {c.name: c for b in program.buckets for c in b.chains}
+    chains = program.chains
     parameters: dict[str, list[ParameterRow]] = {}
     for name in plan.parameters:  # in the order of the model
         if name not in chains:

@@ -13,6 +13,7 @@ from torch import fx
 from autoparallel.graph.calls import require_divisible, sizes_of
 from autoparallel.graph.captured import Captured
 from autoparallel.passes.bucket_collectives import Bucket
+from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.recompute_layers import Region
 from autoparallel.passes.runner import Watch, ignore
 from autoparallel.placements import Invariant, Layout
@@ -45,6 +46,11 @@ class LocalProgram:
     def programs(self) -> tuple[LocalProgram]:
         """The programs of its only stage."""
         return (self,)
+
+    @property
+    def chains(self) -> dict[str, ParameterChain]:
+        """The parameters that it uses, by name."""
+        return {chain.name: chain for bucket in self.buckets for chain in bucket.chains}
 
     def text(self) -> str:
         """The program in words, the same on every rank: what ranks compare before they run it."""

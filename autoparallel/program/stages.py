@@ -16,7 +16,6 @@ from autoparallel.graph.captured import Captured
 from autoparallel.graph.layers import layer_of
 from autoparallel.passes.adapt_captured import leave_only_loss
 from autoparallel.passes.cut_stages import Crossing, CutError, StageGraph, cut_stages, stages_of
-from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.settle_interleaving import count_blocks, leave_blocks
 from autoparallel.pipeline.schedules import Passing
 from autoparallel.placements import Invariant, Layout, parse_layout
@@ -43,10 +42,6 @@ class StagedProgram:
     graphs: tuple[StageGraph, ...]
     programs: tuple[LocalProgram, ...]
     crossings: tuple[Crossing, ...]
-
-    def chains(self, stage: int) -> dict[str, ParameterChain]:
-        """The parameters that a stage uses, by name."""
-        return {chain.name: chain for bucket in self.programs[stage].buckets for chain in bucket.chains}
 
     def passings(self, differentiate: bool) -> list[Passing]:
         """Every way of a value from one stage to another."""
@@ -108,9 +103,8 @@ def build_stages(captured: Captured, plan: Plan, target: Target, training: bool)
 def find_owners(staged: StagedProgram, names: Mapping[str, Any]) -> dict[str, int]:
     """The rank on the pipeline's axis on which each parameter lies: that of the first stage that uses it."""
     owners = dict.fromkeys(names, 0)
-    for stage in reversed(range(len(staged.programs))):
-        for chain in staged.chains(stage):
-            owners[chain] = staged.plan.rank_of(stage)
+    for stage, program in reversed([*enumerate(staged.programs)]):
+        owners |= dict.fromkeys(program.chains, staged.plan.rank_of(stage))
     return owners
 
 

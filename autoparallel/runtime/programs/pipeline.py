@@ -138,7 +138,7 @@ class PipelineRunner:
         whole: Layout = ()
         results = len(captured.graph.output_node().args[0])  # type: ignore[arg-type]
         self.specs = [(to_dtensor_placements(whole), whole)] * results
-        used = {name: None for stage in range(staged.plan.count) for name in staged.chains(stage)}
+        used = {name: None for program in staged.programs for name in program.chains}
         self.used = tuple(name for name in used if name in store.parameters)
         self.loss, weight = captured.objective, captured.weight
         self._weight = None if weight is None else weight.output  # the number of that of the loss among the results
@@ -467,8 +467,7 @@ def attach_stages(
     stages = {}
     for index in plan.stages_of(tied.rank):
         graph, program = staged.graphs[index], staged.programs[index]
-        used = staged.chains(index)
-        borrowed = {name: p for name, p in tied.borrowed.items() if name in used}
+        borrowed = {name: tied.borrowed[name] for name in program.chains if name in tied.borrowed}
         objective = loss if loss in graph.results else None
         gradients = StageGradients(store, borrowed, alone=plan.count == 1)
         stages[index] = Stage(index, graph, program, gradients, plain, make_body, objective)

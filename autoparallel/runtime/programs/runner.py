@@ -45,7 +45,7 @@ class Runner:
         buckets = [ParameterBucket(b, store) for b in program.buckets]
         self.hoisted = [b for b in buckets if not b.bucket.per_use]
         self.per_use = [b for b in buckets if b.bucket.per_use]
-        self.used = tuple(chain.name for bucket in program.buckets for chain in bucket.chains)
+        self.used = tuple(program.chains)
         self.modules = {bucket.bucket.name: bucket for bucket in self.per_use}
         self._complete_graphs()
         self.body = make_body(program)

@@ -52,7 +52,7 @@ def find_ties(staged: StagedProgram, owners: Mapping[str, int], redistributor: R
         owners: the rank on the pipeline's axis that holds each parameter.
     """
     ties, rank_of = [], staged.plan.rank_of
-    chains = [staged.chains(stage) for stage in range(staged.plan.count)]
+    chains = [program.chains for program in staged.programs]
     for name in sorted({name for stage in chains for name in stage}):
         used = {i: stage[name] for i, stage in enumerate(chains) if name in stage}
         users: dict[int, tuple[int, ...]] = {}
