@@ -125,7 +125,7 @@ def _split_pool(emit: Emitter, node: fx.Node) -> Parts | None:
     if node.target is aten.max_pool2d_with_indices.default and all(user.args[1] == 0 for user in node.users):
         pooled = emit(aten.max_pool2d.default, *node.args)
         return lambda i: pooled
-    lead = [emit(aten.sym_size.int, x, d) if not isinstance(s, int) else s for d, s in enumerate(shape_of(x)[:-dims])]
+    lead = emit.sizes(x)[:-dims]
     inner, outer = shape_of(x)[-dims:], tuple(node.meta["val"][0].shape)[-dims:]
     if not all(isinstance(s, int) for s in (*inner, *outer)):
         return None
