@@ -197,6 +197,11 @@ def units(count: float, unit: str = "B") -> str:
     return f"{size / 1000:.1f} {scales[0]}{unit}"
 
 
+def memory_of(size: float, limit: float | None) -> str:
+    """Bytes of a device that a plan takes, and whether they are more than it may."""
+    return units(size) + (" (too much)" if limit is not None and size > limit else "")
+
+
 def operations(count: float) -> str:
     """Floating-point operations as people write them: ``1.2 Gflop``."""
     return units(count, "flop")

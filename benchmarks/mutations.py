@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, fx
 
-from autoparallel.comm.collectives import extent_of, transfer
+from autoparallel.comm.collectives import extent_of, start_transfers
 from autoparallel.comm.groups import group_name
 from autoparallel.comm.simulate import combine, coordinates, simulate
 from autoparallel.graph.captured import Captured
@@ -229,7 +229,7 @@ class _Rank:
         axes = [group_name(PREFIX, names, (axis,)) for axis in range(len(names))]
         for step in steps:
             group = group_name(PREFIX, names, step.axes)
-            value = transfer(value, step.src, step.dst, group, extent_of(step, axes))
+            (value,) = start_transfers([value], [step.src], [step.dst], group, [extent_of(step, axes)])()
         return value
 
     def _to(self, grad: Tensor, chain: ParameterChain, layout: Layout) -> Tensor:

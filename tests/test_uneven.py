@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard as DTensorShard
 
 from autoparallel.comm import simulate as simulation
-from autoparallel.comm.collectives import extent_of, redistribute, start_transfers, transfer
+from autoparallel.comm.collectives import extent_of, redistribute, start_transfers
 from autoparallel.comm.groups import group_name
 from autoparallel.comm.simulate import simulate
 from autoparallel.placements import (
@@ -255,7 +255,8 @@ def test_a_gathered_tensor_shares_no_memory_with_the_shard() -> None:
     def rank(index: int) -> bool:
         x = torch.ones(chunk(5, 2, index)[1])
         step = Step((0,), Shard(0), Invariant).on((5,), (Shard(0),), (2,))
-        out = transfer(x, step.src, step.dst, "mesh0/dp", extent_of(step, ["mesh0/dp"]))
+        extents = [extent_of(step, ["mesh0/dp"])]
+        (out,) = start_transfers([x], [step.src], [step.dst], "mesh0/dp", extents)()
         out += 1
         return bool((x == 1).all()) and coordinates((2,))[index] == (index,)
 

@@ -63,9 +63,9 @@ class Training(nn.Module):
         loss_fn: Callable[..., Any] | None,
         precision: MixedPrecisionPolicy | None,
         recorder: Recorder,
-        alike: Sequence[Sequence[tuple[int, int]]] = (),
-        numbers: Sequence[int] = (),
-        twins: Sequence[tuple[int, int]] = (),
+        alike: Sequence[Sequence[tuple[int, int]]],
+        numbers: Sequence[int],
+        twins: Sequence[tuple[int, int]],
     ) -> None:
         super().__init__()
         self.alike, self.numbers, self.twins = alike, numbers, twins

@@ -146,10 +146,10 @@ def _corner(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return x.contiguous()
 
 
-def transfer(x: torch.Tensor, src: Placement, dst: Placement, group: str, extent: Extent | None = None) -> torch.Tensor:
+def transfer(x: torch.Tensor, src: Placement, dst: Placement, group: str) -> torch.Tensor:
     """This rank's value after the redistribution, not differentiable.  A result never shares memory with ``x``
     unless the action is "nothing" or "slice"."""
-    return start_transfers([x], [src], [dst], group, [extent])()[0]
+    return start_transfers([x], [src], [dst], group)()[0]
 
 
 def start_transfers(

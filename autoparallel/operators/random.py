@@ -102,10 +102,10 @@ class Numbers:
         """Whether ``uniform(float64)`` is below p, without making it."""
         return _logical_shift(self.bits(), 11) < math.ceil(p * (1 << 53))
 
-    def uniform(self, dtype: torch.dtype, stream: int = 0) -> Tensor:
+    def uniform(self, dtype: torch.dtype) -> Tensor:
         """In [0, 1), in float64, but with no more digits than ``dtype`` has, so that a cast does not give 1."""
         digits = _DIGITS.get(dtype, 53)
-        return _logical_shift(self.bits(stream), 64 - digits).double() * 2.0**-digits
+        return _logical_shift(self.bits(), 64 - digits).double() * 2.0**-digits
 
     def inside(self, stream: int = 0) -> Tensor:
         """In (0, 1), neither end included, in float64."""
@@ -116,9 +116,9 @@ class Numbers:
         radius = self.inside(stream).log().mul(-2).sqrt()
         return radius * self.inside(stream + 1).mul(2 * math.pi).cos()
 
-    def exponential(self, dtype: torch.dtype, stream: int = 0) -> Tensor:
+    def exponential(self, dtype: torch.dtype) -> Tensor:
         """Numbers of rate 1, positive in ``dtype`` too."""
-        return self.inside(stream).log().neg().clamp(min=torch.finfo(dtype).tiny)
+        return self.inside().log().neg().clamp(min=torch.finfo(dtype).tiny)
 
 
 def _positions(shape: Sequence[int], shards: str, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from autoparallel.report.explain import OPERATORS, SENT, UNSHARDED, headline, op
 from autoparallel.report.frontier import means
 from autoparallel.report.html import Bars, Chart, Curve, Sections, page
 from autoparallel.report.words import fold
-from autoparallel.text import Block, Table, duration, operations, units
+from autoparallel.text import Block, Table, duration, memory_of, operations, units
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def comparison_blocks(compared: Comparison) -> list[Block]:
     for name, (plan, prediction) in compared.plans.items():
         seconds, memory = prediction.seconds(), prediction.total_memory
         mfu = work.mfu(seconds, mesh_size(plan.whole_mesh))
-        over = " (too much)" if compared.capacity is not None and memory > compared.capacity else ""
-        cells = [duration(seconds), f"{work.count / seconds:,.0f}", f"{100 * mfu:.1f}%", units(memory) + over]
+        held = memory_of(memory, compared.capacity)
+        cells = [duration(seconds), f"{work.count / seconds:,.0f}", f"{100 * mfu:.1f}%", held]
         rows.append([name, *cells, *(units(volumes[name].get(kind, 0.0)) for kind in kinds)])
     rows += [[name, "no plan", *[""] * (len(numbers) - 1)] for name in compared.problems]
     problems = [f"{name}: {problem}" for name, problem in compared.problems.items()]

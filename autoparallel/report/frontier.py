@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 
 from autoparallel.decisions.frontier import Frontier, Tried
-from autoparallel.text import Block, Points, Table, duration, units
+from autoparallel.text import Block, Points, Table, duration, memory_of, units
 
 LETTERS = "*" + string.ascii_letters
 """What the points are called; the chosen one first."""
@@ -19,16 +19,12 @@ def frontier_blocks(frontier: Frontier | None) -> list[Block]:
     limit = f", within {units(frontier.limit)} (the line)" if frontier.limit is not None else ""
     words = f"What was compared, seconds of a step to the right and memory of a device upwards{limit}; * is chosen:"
     rows = [
-        (letter, tried.origin, duration(tried.seconds), units(tried.memory) + _over(tried, frontier), means(tried))
+        (letter, tried.origin, duration(tried.seconds), memory_of(tried.memory, frontier.limit), means(tried))
         for letter, tried in lettered
     ]
     points = [(letter, _title(tried), tried.seconds, tried.memory) for letter, tried in lettered]
     heads = ("", "plan", "step", "memory", "saves memory by")
     return [words, Points(points, frontier.limit), Table(heads, rows, right=("step", "memory"), chosen=0)]
-
-
-def _over(tried: Tried, frontier: Frontier) -> str:
-    return " (too much)" if frontier.limit is not None and tried.memory > frontier.limit else ""
 
 
 def _title(tried: Tried) -> str:

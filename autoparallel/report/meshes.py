@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoparallel.comm.world import mesh_text
 from autoparallel.decisions.meshes import Alternative, MeshChoice
-from autoparallel.text import Block, Table, duration, units
+from autoparallel.text import Block, Table, duration, memory_of, units
 
 SHOWN = 8
 """How many meshes that were not tried a report names."""
@@ -27,10 +27,9 @@ def _row(a: Alternative, choice: MeshChoice) -> list[str]:
     name = mesh_text(a.mesh)
     if a.seconds is None or a.memory is None:
         return [name, "no plan", "", "", "", a.problem]
-    over = choice.capacity is not None and a.memory > choice.capacity
     schedule = f"{a.schedule}, {a.microbatches} microbatches" if a.staged else ""
     mark = "chosen" if a is choice.tried[0] else "not taken" if a.problem else ""
-    memory = units(a.memory) + (" (too much)" if over else "")
+    memory = memory_of(a.memory, choice.capacity)
     return [name, duration(a.seconds), memory, schedule, f"{a.bubble:.0%}" if a.staged else "", mark]
 
 

@@ -22,9 +22,7 @@ def along(node: fx.Node, dims: Collection[int] | None = None, linear: bool = Fal
     return dimwise(node, [dim_names(rank, dims)], dim_names(rank, dims, "xo"), linear=[(0,)] if linear else [])
 
 
-def reduction(
-    node: fx.Node, kind: str | None = None, dims: Collection[int] | None = None, linear: bool = True
-) -> Rule | None:
+def reduction(node: fx.Node, kind: str | None = None, linear: bool = True) -> Rule | None:
     """The rule of an operator that reduces some dims, those that the call names, of operands of one shape.
 
     Args:
@@ -34,7 +32,7 @@ def reduction(
     shape, *others = operand_shapes(node)
     if any(other != shape for other in others):
         return None  # what an operator that broadcasts reduces cannot be told from the factors
-    dims = dims_of(node) if dims is None else dims
+    dims = dims_of(node)
     names = dim_names(len(shape), () if kind else dims)
     keepdim = bool(arguments(node).get("keepdim"))
     return dimwise(

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import autoparallel
+from autoparallel.planner.request.presets import Preset
 from autoparallel.tools.parity import comparison
 from autoparallel.tools.parity.comparison import Record, compare_ranks, seen_of
 from autoparallel.tools.parity.task import Batch, Task
@@ -52,7 +53,7 @@ class Recipe:
 
     model: str
     mesh: tuple[int, ...] = (1,)
-    plan: str = "auto"
+    plan: Preset = "auto"
     accumulation: int = 1
     dtype: torch.dtype = torch.float64
     steps: int = 5

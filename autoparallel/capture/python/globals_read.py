@@ -92,8 +92,8 @@ class _Root:
         label: str,
         read: Callable[[], Any],
         write: Callable[[Any], None],
-        table: Any = None,
-        cell: _Cell | None = None,
+        table: Any,
+        cell: _Cell | None,
     ) -> None:
         self.key, self.label, self.read, self.write, self.table = key, label, read, write, table
         self.cell = cell
@@ -151,7 +151,7 @@ class GlobalsRead:
         packages: the installed packages that the model's classes come from; what others hold is no state of its.
     """
 
-    def __init__(self, owners: tuple[Any, ...] = (), packages: frozenset[str] = frozenset()) -> None:
+    def __init__(self, owners: tuple[Any, ...], packages: frozenset[str]) -> None:
         self._packages = packages
         self._roots: dict[Hashable, _Root] = {}
         self._codes: dict[int, tuple[types.CodeType, _Loads | None]] = {}

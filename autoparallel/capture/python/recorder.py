@@ -105,14 +105,14 @@ class Recorder:
         model: nn.Module,
         copied: nn.Module,
         memo: dict[int, Any],
-        trained: Mapping[str, str] | None = None,
-        loss: tuple[nn.Module, nn.Module] | None = None,
-        constants: Mapping[str, torch.Tensor] | None = None,
+        trained: Mapping[str, str],
+        loss: tuple[nn.Module, nn.Module] | None,
+        constants: Mapping[str, torch.Tensor],
     ) -> None:
         self._model, self._memo = model, memo
-        self._trained = trained or {}
+        self._trained = trained
         self._refusal: CaptureError | None = None
-        self._constants, self._versions = constants or {}, dict[str, int]()
+        self._constants, self._versions = constants, dict[str, int]()
         self.rebound: set[str] = set()
         self._class_reads: set[tuple[type, str]] = set()
         originals: list[Any] = memo.get(id(memo), [])
