@@ -167,9 +167,6 @@ class HookTemplate:
 
 
 def _build(part: Any, value_of: Callable[[Any], Any]) -> Any:
-    def fill(template: Any) -> Any:
-        return fill_template(template, lambda slot: _build(slot, value_of))
-
     if isinstance(part, _Object):
         return part.value
     if isinstance(part, _Bound):

@@ -23,14 +23,12 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from autoparallel import _torch
+from autoparallel.operators.opaque import CONSTANTS
 
 MISSING: Any = object()
 """Stands for an attribute or a global that is not there."""
 
-_PLAIN = (
-    type(None), bool, int, float, complex, str, bytes, type(...), range, slice, torch.dtype, torch.device, torch.layout,
-    torch.memory_format, enum.Enum,
-)  # fmt: skip
+_PLAIN = (*CONSTANTS, range, slice)
 OPAQUE = (
     types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, nn.Module, property,
     staticmethod, classmethod, cached_property, type(cache(len)),

@@ -24,10 +24,11 @@ from autoparallel._torch.export import has_side_effect
 from autoparallel._torch.nn import backward_hook_of
 from autoparallel.operators.current import Current
 
-_CONSTANTS = (
+CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
     type(Ellipsis), enum.Enum,
 )  # fmt: skip
+"""The types of values that cannot change in place, and that a program holds as they are."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Arguments:
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             self.numbers.append(value)
             return Slot("number", len(self.numbers) - 1)
-        if isinstance(value, _CONSTANTS):
+        if isinstance(value, CONSTANTS):
             return value
         if isinstance(value, slice):
             return slice(*(self.template(x) for x in (value.start, value.stop, value.step)))

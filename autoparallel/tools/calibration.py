@@ -21,14 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.comm.groups import bind, communicator_of, whole_group
 from autoparallel.hardware import RESERVE, Link, Profile, profile_for
-from autoparallel.placements import sent_bytes
+from autoparallel.placements import COLLECTIVES, sent_bytes
 from autoparallel.text import Table, duration, operations, units
 
 SAMPLE = 0.5
 """Seconds for which whatever needs no other rank is repeated, at least."""
 ROUNDS = 20
 """How many times a collective is measured, each time after something was computed."""
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def calibrate(mesh: DeviceMesh, name: str = "measured") -> Profile:
@@ -213,7 +212,7 @@ def _links(watch: _Stopwatch, group: str, elements: int) -> list[Link]:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or ranks
     runs: list[Callable[[Callable[[], object]], object]] = []
     volumes = []
-    for kind in KINDS:
+    for kind in COLLECTIVES:
         for size in (ranks * 16, elements // ranks * ranks):
             part = kind == "all_gather"  # each rank brings a part of the whole
             x = torch.zeros(size // ranks if part else size, device=watch.device)
@@ -229,7 +228,7 @@ def _links(watch: _Stopwatch, group: str, elements: int) -> list[Link]:
     _, seconds = watch.beside_computing(*runs)
     links = []
     for kind, few, many, small, large in zip(
-        KINDS, volumes[::2], volumes[1::2], seconds[::2], seconds[1::2], strict=True
+        COLLECTIVES, volumes[::2], volumes[1::2], seconds[::2], seconds[1::2], strict=True
     ):
         latency = min(small, large)
         bandwidth = (many - few) / max(large - latency, 1e-9)
