@@ -26,6 +26,7 @@ from autoparallel.graph.captured import LossWeight
 from autoparallel.graph.lines import line_of
 from autoparallel.operators.opaque import has_own_backward
 from autoparallel.rules.calls import ancestors, arguments, casts_of, followers, is_tensor, shape_of
+from autoparallel.rules.shapes import expression
 from autoparallel.rules.table import LOSSES
 
 aten = torch.ops.aten
@@ -61,7 +62,7 @@ def weigh_loss(module: fx.GraphModule, loss: int, counted: bool, inputs: Collect
             return _of_quotients(module.graph, terms, counted)
     elif not any(quotients):
         first, *others = map(_of_term, terms)
-        if all((x.kind, _expression(x.size)) == (first.kind, _expression(first.size)) for x in others):
+        if all((x.kind, expression(x.size)) == (first.kind, expression(first.size)) for x in others):
             return first
     where = line_of(max(terms, key=list(module.graph.nodes).index))
     return LossWeight("unknown", reason=f"it adds up what are not all sums, or means over the same number, at {where}")
@@ -165,10 +166,6 @@ def _is_same(a: Any, b: Any, answers: dict[tuple[Any, Any], bool]) -> bool:
         calls = a.op == b.op == "call_function" and a.target == b.target and not has_own_backward(a.target)
         answers[a, b] = calls and a.kwargs == b.kwargs and _is_same(a.args, b.args, answers)
     return a is b or answers[a, b]
-
-
-def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def _is_from_call(divisor: fx.Node) -> bool:
