@@ -192,7 +192,6 @@ def recompute_layers(module: fx.GraphModule, layers: Mapping[str, bool]) -> None
             nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
             for node, wanted in kept_calls(nodes).items():
                 node.target = Keeping(node.target, wanted)
-            program.recompile()
         module.add_submodule(name, Region(layer, program))
 
 

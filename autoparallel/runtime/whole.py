@@ -22,7 +22,7 @@ from autoparallel.comm.world import PIPELINE_AXIS
 from autoparallel.placements import Layout, Replicate, from_dtensor_placements
 from autoparallel.placements.redistribution import BUCKET_BYTES, Step
 from autoparallel.runtime.gradients.store import GradientStore
-from autoparallel.runtime.parameters.slices import local_view
+from autoparallel.runtime.parameters.slices import lies_elsewhere, local_view
 from autoparallel.runtime.parameters.state import broadcast, in_batches, slots
 
 
@@ -66,7 +66,7 @@ def _path(store: GradientStore, parameter: torch.Tensor) -> list[Step]:
 def _gather(store: GradientStore, names: Sequence[str]) -> list[torch.Tensor]:
     """The whole values of parameters that go the same way; room for them where they lie on other stages' ranks."""
     parameters = [store.parameters[name] for name in names]
-    if parameters[0].device_mesh.get_coordinate() is None:  # type: ignore[attr-defined]
+    if lies_elsewhere(parameters[0]):
         return [torch.empty(p.shape, dtype=p.dtype, device=_torch.dtensor.local_of(p).device) for p in parameters]
     local = [_torch.dtensor.local_of(p).detach() for p in parameters]
     return store.start(local, [_path(store, p) for p in parameters])()

@@ -49,7 +49,7 @@ from autoparallel.runtime.parameters.hooks import (
     has_accumulated_hooks,
     has_gradient_hooks,
 )
-from autoparallel.runtime.parameters.slices import as_parameter
+from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere
 
 
 class KeptCopy:
@@ -163,7 +163,7 @@ class GradientStore:
         if marks == self._marks:
             return None
         pairs = zip(self.parameters.items(), marks, self._marks, strict=True)
-        name = next((n for (n, p), mark, noted in pairs if mark != noted and not _lies_elsewhere(p)), None)
+        name = next((n for (n, p), mark, noted in pairs if mark != noted and not lies_elsewhere(p)), None)
         if name is None:  # ``p.data += 1`` gives an empty parameter other memory
             self.note_storages()
             return None
@@ -477,8 +477,3 @@ def _name(what: str, chains: Sequence[ParameterChain]) -> str:
     """What is done with the parameters of a bucket, as a profile shows it."""
     first, last = chains[0].name, chains[-1].name
     return f"{what} {first}" + (f" to {last} ({len(chains)} parameters)" if len(chains) > 1 else "")
-
-
-def _lies_elsewhere(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is another pipeline stage's, so that this rank has nothing of it."""
-    return isinstance(parameter, DTensor) and parameter.device_mesh.get_coordinate() is None

@@ -25,6 +25,11 @@ def local_view(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.T
     return whole[region.within(whole_region(whole.shape))] if any(p.kind == "S" for p in layout) else whole
 
 
+def lies_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is another pipeline stage's, so that this rank has nothing of it."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
+
+
 def as_parameter(local: torch.Tensor, parameter: torch.Tensor) -> DTensor:
     """A ``DTensor`` that lies as a parameter at rest does, around this rank's part."""
     spec = _torch.dtensor.spec_of(parameter)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.placements import from_dtensor_placements
-from autoparallel.runtime.parameters.slices import as_parameter, local_view
+from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere, local_view
 from autoparallel.runtime.ranks.agreement import agree_on
 
 
@@ -80,7 +80,7 @@ def whole_number(operator: Any, args: Sequence[Any], _: Mapping[str, Any]) -> An
         RuntimeError: where the number lies on other ranks.
     """
     (value,) = args
-    if value.device_mesh.get_coordinate() is None:
+    if lies_elsewhere(value):
         raise RuntimeError(
             "a number of a tensor that lies on other ranks, such as p.norm().item() of another stage's parameter\n"
             "What to change: read it where p.device_mesh.get_coordinate() is not None, or on all ranks from "

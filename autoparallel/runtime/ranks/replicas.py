@@ -25,6 +25,7 @@ from autoparallel import _torch
 from autoparallel.checkpoint.folder import bytes_of
 from autoparallel.comm.waiting import RankMismatchError
 from autoparallel.comm.world import PIPELINE_AXIS
+from autoparallel.runtime.parameters.slices import lies_elsewhere
 from autoparallel.runtime.ranks.agreement import Agreement, digest
 
 SETS = 8
@@ -106,9 +107,9 @@ class Replicas:
         tensors: list[Tensor] = []
         for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
             local, mask = _torch.dtensor.local_of(tensor).detach(), 0
+            if lies_elsewhere(tensor):
+                continue
             if isinstance(tensor, DTensor):
-                if tensor.device_mesh.get_coordinate() is None:
-                    continue  # of a stage of other ranks
                 mask = sum(1 << axis for axis, p in enumerate(tensor.placements) if not p.is_shard())
                 if not mask:
                     continue

@@ -19,6 +19,7 @@ from autoparallel import _torch
 from autoparallel.graph.nesting import flatten
 from autoparallel.operators import RandomState, plain_randomness
 from autoparallel.runtime.module import ParallelModule
+from autoparallel.runtime.parameters.slices import lies_elsewhere
 from autoparallel.tools.parity.comparison import Record
 from autoparallel.tools.parity.task import Batch, Task
 
@@ -232,7 +233,7 @@ def tensors_of(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 def parameters_here(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of which this rank has a part; others are those of another rank's stage."""
     for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor) or parameter.device_mesh.get_coordinate() is not None:
+        if not lies_elsewhere(parameter):
             yield name, parameter
 
 
