@@ -231,6 +231,21 @@ def test_what_fails_anyhow_is_not_tried_with_a_fixed_batch(
     assert len(made) == attempts
 
 
+class _AsksAndFixes(nn.Module):
+    """A table by sizes, as transformers keep of position embeddings, takes no size that is open."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 2 if torch.compiler.is_compiling() else 1
+        rows = x.shape[0]
+        return x * scale / {rows: rows}[rows]
+
+
+def test_a_model_that_asks_whether_it_is_compiled_may_fix_its_batch() -> None:
+    assert [str(node.args[1]) for node in captured(_AsksAndFixes(), torch.rand(8, 4)).graph.nodes if node.args[1:]] == [
+        "1", "8"
+    ]  # fmt: skip
+
+
 def test_a_fork_of_the_generator_is_refused() -> None:
     assert "sets torch's generator (torch.set_rng_state)" in refusal(_Forks(), torch.rand(8, 8))
 

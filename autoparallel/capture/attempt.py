@@ -228,7 +228,7 @@ class Attempt:
             try:
                 captured = self.trace(stacks, as_compiled=True)
             except CaptureError:
-                raise error from None
+                raise error from error.__cause__  # another attempt may leave less open
             reason = str(error).partition("\nWhat to change")[0].splitlines()[-1]
             LOGGER.warning(AS_COMPILED, calls.asked_at, reason)
             return captured
