@@ -239,11 +239,11 @@ def _train_stages(
         model = nn.Sequential(*(_Wide() for _ in range(4))).double()
         return autoparallel.compile(model, mesh, **{**options, **changed})
 
-    plain = compiled(example_inputs=batches[0])
+    plain = compiled(example_inputs=tuple(batches[0]))
     data = json.loads(plain.plan.to_json())
     if layers is None:
         limit = 0.55 * max(plain.plan.pipeline.memory_by_rank())
-        ours = compiled(memory_limit=limit, example_inputs=batches[0])
+        ours = compiled(memory_limit=limit, example_inputs=tuple(batches[0]))
         data["pipeline"]["cuts"] = ours.plan.pipeline.cuts
         plain = compiled(plan=Plan.from_json(json.dumps(data)), pipeline=None)
     else:
