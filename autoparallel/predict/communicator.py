@@ -14,7 +14,6 @@ import torch
 from autoparallel.comm.groups import Wait, active_axes
 from autoparallel.comm.traffic import TrafficCounter
 from autoparallel.decisions.prediction import PHASES as PHASE_LINE
-from autoparallel.decisions.prediction import PredictedSpan
 from autoparallel.hardware import Profile
 from autoparallel.plan import Plan
 from autoparallel.predict.meter import Clock
@@ -129,6 +128,6 @@ class MeteredCommunicator:
         """Ends the phase that runs: the time since the one before was its."""
         self.seconds[self.phase] += self.clock.now - sum(self.seconds.values())
         if self.clock.now > self._begun:
-            self.clock.spans.append(PredictedSpan(PHASE_LINE, self.phase, self._begun, self.clock.now))
+            self.clock.record(PHASE_LINE, self.phase, self._begun, self.clock.now)
         self.phase = self.clock.phase = phase
         self._begun = self.clock.now

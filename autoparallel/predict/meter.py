@@ -16,11 +16,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoparallel import _torch
 from autoparallel.comm.collectives import local_shape
@@ -40,7 +41,6 @@ class Clock:
     Attributes:
         phase, module: of a step, and whose operators run.
         layers: those that the modules are of.
-        spans: what it takes; those of what computes follow each other without a gap.
     """
 
     def __init__(self, overlap: float) -> None:
@@ -48,10 +48,17 @@ class Clock:
         self.now = 0.0
         self.phase = self.module = ""
         self.layers: dict[str, str | None] = {}
-        self.spans: list[PredictedSpan] = []
+        self._begun: list[tuple[str, str, float, str]] = []  # of every span its line, its name, its begin, its module
+        self._ends: list[float] = []  # of every span
         self._network = 0.0
         self._held: list[tuple[float, Any]] = []
         self._last: dict[str, int] = {}  # by line, the place of its last span
+
+    @property
+    def spans(self) -> list[PredictedSpan]:
+        """What it takes; those of what computes follow each other without a gap."""
+        spans = zip(self._begun, self._ends, strict=True)
+        return [PredictedSpan(line, name, begin, end, module) for (line, name, begin, module), end in spans]
 
     def compute(self, seconds: float) -> None:
         """Something computes."""
@@ -72,11 +79,16 @@ class Clock:
         if end <= begin:
             return
         place = self._last.get(line)
-        if joined and place is not None and self.spans[place].name == name and self.spans[place].end == begin:
-            self.spans[place] = replace(self.spans[place], end=end)
+        if joined and place is not None and self._begun[place][1] == name and self._ends[place] == begin:
+            self._ends[place] = end
             return
-        self._last[line] = len(self.spans)
-        self.spans.append(PredictedSpan(line, name, begin, end, self.module))
+        self._last[line] = len(self._ends)
+        self.record(line, name, begin, end, self.module)
+
+    def record(self, line: str, name: str, begin: float, end: float, module: str = "") -> None:
+        """Adds a span of its own."""
+        self._begun.append((line, name, begin, module))
+        self._ends.append(end)
 
     def hold(self, value: Any, end: float) -> None:
         """Keeps a value alive until a collective is done, whether anybody waits for it or not."""
@@ -112,20 +124,24 @@ class Ledger:
         self.history: list[tuple[float, int]] = [(0.0, 0)]
         self.most: dict[tuple[str, str], int] = {}
         self._total = self._worst = 0
-        self._storages: Any = WeakIdKeyDictionary()
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # storages, by their ids
 
     def add(self, value: Any) -> None:
         """Counts the tensors in ``value`` until they die."""
         for tensor in _torch.tensors.tensors_in(value):
             storage = tensor.untyped_storage()
-            if storage in self._storages:
+            if (key := id(storage)) in self._alive:
                 continue
-            self._storages[storage] = True
-            if not self.kind:
-                continue
-            size = storage.nbytes()
-            self._change(self.kind, size)
-            weakref.finalize(storage, self._change, self.kind, -size)
+            size = storage.nbytes() if self.kind else 0
+            self._alive[key] = weakref.ref(storage, partial(self._die, key, self.kind, size))
+            if self.kind:
+                self._change(self.kind, size)
+
+    def _die(self, key: int, kind: str, size: int, _: object) -> None:
+        """A storage is no more."""
+        del self._alive[key]
+        if kind:
+            self._change(kind, -size)
 
     def _change(self, kind: str, size: int) -> None:
         self.live[kind] = self.live.get(kind, 0) + size
