@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from torch import fx
-
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import Profile
-from autoparallel.passes.cut_stages import stages_of
 from autoparallel.plan import Plan
 from autoparallel.predict.optimizer import Kept, parameter_cost
+from autoparallel.program.stages import parameter_ranks
 
 MEMORY = "parameters, states, gradients and activations"
 
@@ -25,9 +23,12 @@ def predict_stages(captured: Captured, plan: Plan, profile: Profile) -> Predicti
     forward = sum(stage.forward for stage in pipeline.stages)
     share = forward / (forward + sum(stage.backward for stage in pipeline.stages) or 1.0)
     updates = [Kept(0)] * pipeline.ranks
-    for node, rank in parameter_ranks(captured, plan).items():
-        layout, sizes = plan.at_rest(captured.parameters[node.name]), plan.axis_sizes
-        updates[rank] += parameter_cost(captured, node, layout, sizes, profile, offloaded=plan.offload_optimizer)
+    ranks = parameter_ranks(captured, pipeline)
+    for node in captured.parameter_nodes:
+        name = captured.parameters[node.name]
+        layout, sizes = plan.at_rest(name), plan.axis_sizes
+        cost = parameter_cost(captured, node, layout, sizes, profile, offloaded=plan.offload_optimizer)
+        updates[ranks[name]] += cost
     spent = parameter_seconds(captured, plan)
     gradients = [max(0.0, all_ - update.seconds) for all_, update in zip(spent, updates, strict=True)]
     most = max(range(pipeline.ranks), key=lambda rank: gradients[rank] + updates[rank].seconds)
@@ -50,17 +51,6 @@ def parameter_seconds(captured: Captured, plan: Plan) -> list[float]:
     assert plan.pipeline is not None
     spent = [0.0] * plan.pipeline.ranks
     if plan.estimate is not None:
-        for node, rank in parameter_ranks(captured, plan).items():
-            spent[rank] += plan.estimate.parameters.get(captured.parameters[node.name], 0.0)
+        for name, rank in parameter_ranks(captured, plan.pipeline).items():
+            spent[rank] += plan.estimate.parameters.get(name, 0.0)
     return spent
-
-
-def parameter_ranks(captured: Captured, plan: Plan) -> dict[fx.Node, int]:
-    """The rank of the pipeline on which each parameter lies: that of the first stage that uses it, itself or what
-    follows from it alone."""
-    assert plan.pipeline is not None
-    stages, last = stages_of(captured, plan.pipeline.cuts), plan.pipeline.count
-    first: dict[fx.Node, int] = {}
-    for node in reversed(captured.graph.nodes):
-        first[node] = stages.get(node, min((first[user] for user in node.users), default=last))
-    return {node: plan.pipeline.rank_of(first[node] % last) for node in captured.parameter_nodes}

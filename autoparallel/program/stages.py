@@ -101,11 +101,19 @@ def build_stages(captured: Captured, plan: Plan, target: Target, training: bool)
 
 
 def find_owners(staged: StagedProgram, names: Mapping[str, Any]) -> dict[str, int]:
-    """The rank on the pipeline's axis on which each parameter lies: that of the first stage that uses it."""
-    owners = dict.fromkeys(names, 0)
-    for stage, program in reversed([*enumerate(staged.programs)]):
-        owners |= dict.fromkeys(program.chains, staged.plan.rank_of(stage))
-    return owners
+    """The rank on the pipeline's axis on which each parameter lies; the first for one that the graph has not."""
+    return dict.fromkeys(names, 0) | parameter_ranks(staged.captured, staged.plan)
+
+
+def parameter_ranks(captured: Captured, pipeline: PipelinePlan) -> dict[str, int]:
+    """The rank of the pipeline on which each parameter lies: that of the first stage that uses it, itself or what
+    follows from it alone."""
+    stages, last = stages_of(captured, pipeline.cuts), pipeline.count
+    first: dict[fx.Node, int] = {}
+    for node in reversed(captured.graph.nodes):
+        first[node] = stages.get(node, min((first[user] for user in node.users), default=last))
+    nodes = captured.parameter_nodes
+    return {captured.parameters[node.name]: pipeline.rank_of(first[node] % last) for node in nodes}
 
 
 def boundary_layout(node: fx.Node, plan: Plan) -> Layout:
