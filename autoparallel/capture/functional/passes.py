@@ -31,6 +31,7 @@ from autoparallel.passes.replace_random_operators import replace_random_operator
 from autoparallel.passes.resolve_control_flow import resolve_control_flow
 from autoparallel.passes.resolve_opaque_calls import resolve_opaque_calls
 from autoparallel.passes.runner import CAPTURED, Fact, Pass, PassList, on_graph
+from autoparallel.passes.unflatten_products import unflatten_products
 
 
 def tracing_passes(graph: fx.Graph, calls: Trace) -> PassList:
@@ -83,6 +84,7 @@ def describing_passes(
     return PassList(
         [
             Pass(canonicalize_operators, requires={Fact.FLAT}, provides={Fact.CANONICAL}),
+            Pass(unflatten_products, requires={Fact.CANONICAL}),
             Pass(raise_row_views, requires={Fact.CANONICAL}),
             Pass(
                 partial(interleave_projections, parameters=parameters, ranks=ranks),
