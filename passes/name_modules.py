@@ -15,13 +15,13 @@ from __future__ import annotations
 from torch import fx
 
 from autoparallel.comm import ranges
+from autoparallel.graph.captured import copy_graph
 from autoparallel.graph.layers import paths_around
 
 
 def name_modules(module: fx.GraphModule) -> fx.GraphModule:
     """A copy that names its modules; it has the same submodules."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+    graph = copy_graph(module.graph)
     open_ranges: list[tuple[str, fx.Node]] = []
 
     def move_to(levels: list[str], before: fx.Node) -> None:

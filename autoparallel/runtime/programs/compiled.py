@@ -31,12 +31,13 @@ from torch import fx, nn
 from autoparallel import _torch, operators
 from autoparallel.comm import ranges
 from autoparallel.comm.groups import axis_size
-from autoparallel.graph.layers import layer_of
+from autoparallel.graph.captured import copy_graph
+from autoparallel.graph.layers import draw_of, layer_of, with_draw
 from autoparallel.operators import control_flow, flex, opaque, selective_checkpoint
 from autoparallel.passes import split_weight_gradients
 from autoparallel.passes.recompute_layers import outline
 from autoparallel.program.program import LocalProgram
-from autoparallel.rules.calls import arguments, is_tensor, with_argument
+from autoparallel.rules.calls import arguments, is_tensor
 
 Body = Callable[..., Any]
 
@@ -93,8 +94,7 @@ class RegionCompiler:
 
     def rewritten(self, module: fx.GraphModule) -> fx.GraphModule:
         """A copy that calls compiled regions."""
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(module.graph, {}))
+        graph = copy_graph(module.graph)
         copy = fx.GraphModule(module, graph)
         for number, nodes in enumerate(_worth_compiling(find_regions(graph))):
             layers = list(dict.fromkeys(filter(None, map(layer_of, nodes)))) or ["body"]
@@ -318,12 +318,11 @@ def _copy_sizes(graph: fx.Graph, regions: list[list[fx.Node]], inside: dict[fx.N
 
 def _count_draws_from_zero(nodes: Sequence[fx.Node]) -> int:
     """Numbers a region's draws of random numbers from 0; the number that the first of them had."""
-    draws = [node for node in nodes if node.target in operators.DRAWS]
-    first = min((arguments(node)["number"] for node in draws), default=0)
-    for node in draws:
-        number = arguments(node)["number"] - first
-        node.args, node.kwargs = with_argument(node.args, dict(node.kwargs), node, "number", number)
-    return int(first)
+    numbers = {node: number for node in nodes if (number := draw_of(node)) is not None}
+    first = min(numbers.values(), default=0)
+    for node, number in numbers.items():
+        node.args = with_draw(node, number - first)
+    return first
 
 
 def _signature(graph: fx.Graph) -> Hashable:
