@@ -23,7 +23,7 @@ from torch import fx, nn
 
 from autoparallel.graph.layers import layer_of
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
-from autoparallel.placements.redistribution import BUCKET_BYTES
+from autoparallel.placements.redistribution import BUCKET_BYTES, Step
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class Unattached(nn.Module):
 
 
 def _kind(chain: ParameterChain, gather: str) -> Hashable:
-    def signature(steps: Sequence[object]) -> Hashable:
-        return tuple((s.axes, s.src.kind, s.dst.kind) for s in steps)  # type: ignore[attr-defined]
+    def forms(steps: Sequence[Step]) -> Hashable:
+        return tuple(step.form for step in steps)
 
-    paths = tuple(signature(path) for path in chain.paths)
+    paths = tuple(map(forms, chain.paths))
     dtypes = chain.dtype, chain.rest_dtype, chain.reduce_dtype
     # A bucket is reduced at one time, whichever is chosen in the end: so its chains are alike in every way of reducing.
-    ways = tuple((when, signature(each), signature(sync)) for when, (each, sync) in chain.ways.items())
-    return gather, chain.trainable, dtypes, paths, signature(chain.each), signature(chain.sync), ways
+    ways = tuple((when, forms(each), forms(sync)) for when, (each, sync) in chain.ways.items())
+    return gather, chain.trainable, dtypes, paths, forms(chain.each), forms(chain.sync), ways
 
 
 def _sharded_axes(chain: ParameterChain) -> tuple[bool, ...]:

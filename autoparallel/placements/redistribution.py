@@ -73,6 +73,11 @@ class Step:
         """What a rank does: a collective of ``COLLECTIVES``, or a local action."""
         return action(self.src, self.dst)
 
+    @property
+    def form(self) -> tuple[tuple[int, ...], str, str]:
+        """What steps share that one collective can take, of tensors with whatever dims."""
+        return self.axes, self.src.kind, self.dst.kind
+
     def apply(self, layout: Layout) -> Layout:
         """The layout after the step."""
         return tuple(self.dst if i in self.axes else p for i, p in enumerate(layout))

@@ -430,8 +430,8 @@ class GradientStore:
         groups: dict[Any, list[ParameterChain]] = {}
         for name, chain in sorted(self._pending.items()):
             if self.parameters[name].grad is not None:
-                kinds = tuple((s.axes, s.src.kind, s.dst.kind) for s in chain.sync)
-                groups.setdefault((kinds, chain.reduce_dtype, chain.rest_dtype), []).append(chain)
+                forms = tuple(step.form for step in chain.sync)
+                groups.setdefault((forms, chain.reduce_dtype, chain.rest_dtype), []).append(chain)
         self._pending.clear()
         for chains in groups.values():
             locals_ = [_torch.dtensor.local_of(self.parameters[c.name].grad) for c in chains]  # type: ignore[arg-type]
