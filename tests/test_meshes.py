@@ -181,7 +181,7 @@ def test_what_fits_a_device_goes_before_what_is_faster() -> None:
     every = [none, refused, fast, small]
     assert sorted(every, key=lambda a: a.order(80e9)) == [small, fast, refused, none]
     assert sorted(every, key=lambda a: a.order(None)) == [fast, small, refused, none]
-    with pytest.raises(PlanError, match=r"no mesh of 4 devices has a plan: .*raise memory_limit"):
+    with pytest.raises(PlanError, match=r"(?s)no mesh of 4 devices has a plan:\n  \(dp=4\): .*raise memory_limit"):
         _search(Deep(), 4, memory_limit=100.0).choose()
 
 

@@ -167,8 +167,8 @@ class MeshSearch:
             raise PlanError(f"pipeline=... was given, but the model cannot be a pipeline: {problem}")
         tried.sort(key=lambda a: a.order(capacity))
         if not tried or tried[0].seconds is None or tried[0].problem:
-            reasons = "; ".join(f"{mesh_text(a.mesh)}: {a.problem}" for a in tried[:3])
-            raise PlanError(f"no mesh of {self.devices} devices has a plan: {reasons or 'too few devices'}")
+            reasons = "".join(f"\n  {mesh_text(a.mesh)}: {a.problem}" for a in tried[:3])
+            raise PlanError(f"no mesh of {self.devices} devices has a plan:{reasons or ' too few devices'}")
         return MeshChoice(tuple(tried), tuple(untried), capacity)
 
     @property

@@ -270,14 +270,14 @@ class StagePlanner:
             costs, ours = plan.stages, plan.stages_of(worst)
             names = ", ".join(f"stage {s} ({costs[s].first} to {costs[s].last})" for s in ours)
             again = " and every layer that can run again in the backward doing so" if may_recompute else ""
-            rest = sum(resting[s] for s in ours)
+            rest, count = sum(resting[s] for s in ours), costs[ours[0]].in_flight
             held = sum(costs[s].memory for s in ours) - rest
             raise PlanError(
-                f"{names} needs {units(needs[worst])} per device under {plan.schedule!r}{again}: parameters, gradients "
-                f"and optimizer states {units(rest)}, {costs[ours[0]].in_flight} microbatches in flight {units(held)}, "
-                f"one backward {units(needs[worst] - rest - held)}. That is more than the limit of "
-                f"{units(self.memory_limit)}: raise memory_limit, use more stages, more ranks beside them, or smaller "
-                "microbatches"
+                f"{names} {'needs' if len(ours) == 1 else 'need'} {units(needs[worst])} per device under "
+                f"{plan.schedule!r}{again}: parameters, gradients and optimizer states {units(rest)}, {count} "
+                f"microbatch{'es' * (count > 1)} in flight {units(held)}, one backward "
+                f"{units(needs[worst] - rest - held)}. That is more than the limit of {units(self.memory_limit)}: raise "
+                "memory_limit, use more stages, more ranks beside them, or smaller microbatches"
             )
 
     # -- cutting ----------------------------------------------------------------------------------------------------
