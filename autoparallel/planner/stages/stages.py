@@ -276,8 +276,8 @@ class StagePlanner:
                 f"{names} {'needs' if len(ours) == 1 else 'need'} {units(needs[worst])} per device under "
                 f"{plan.schedule!r}{again}: parameters, gradients and optimizer states {units(rest)}, {count} "
                 f"microbatch{'es' * (count > 1)} in flight {units(held)}, one backward "
-                f"{units(needs[worst] - rest - held)}. That is more than the limit of {units(self.memory_limit)}: raise "
-                "memory_limit, use more stages, more ranks beside them, or smaller microbatches"
+                f"{units(needs[worst] - rest - held)}. That is more than the limit of {units(self.memory_limit)}: "
+                "raise memory_limit, use more stages, more ranks beside them, or smaller microbatches"
             )
 
     # -- cutting ----------------------------------------------------------------------------------------------------
