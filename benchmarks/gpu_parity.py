@@ -1,6 +1,6 @@
 """Parity on the device: models of the tests train on ranks that share a GPU, and the plain ones on the CPU.
 
-One rank has NCCL's group; two and four talk over gloo. It needs nothing but torch, and is what ``gpu.sh`` runs first:
+One rank has NCCL's group; two and four talk over gloo. It needs no pytest, and is what ``gpu.sh`` runs first:
 every recipe is tried, and each that fails says where.
 
     AUTOPARALLEL_TEST_DEVICE=cuda python -m benchmarks.gpu_parity
