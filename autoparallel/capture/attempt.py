@@ -145,7 +145,7 @@ class Attempt:
             for tensor in tensors.values():
                 self.fakes.setdefault(id(tensor), stand_in(tensor, self.fakes))
         self.fakes |= {id(held): held for held in not_copied(model)}
-        self.attributes = {name: t for name, t in tensors.items() if is_attribute(model, name)}
+        self.attributes = {name: t for name, t in tensors.items() if is_attribute(model, name) and t not in REPLACED}
         self.others = {name: t for name, t in tensors.items() if name not in self.attributes}
         self.owners |= {name: name for name in self.attributes}
         self._trained = trained_attributes(tensors)

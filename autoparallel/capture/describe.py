@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, SymIntArgument
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch.export import graph_module, size_guards
+from autoparallel._torch.export import graph_module, is_fake, size_guards
 from autoparallel.capture.functional.outputs import Objective, find_objective, set_apart
 from autoparallel.capture.functional.passes import describing_passes
 from autoparallel.capture.python.recorder import IN_THE_MODEL
@@ -24,7 +24,18 @@ from autoparallel.capture.refusals.refusals import (
     require_static,
 )
 from autoparallel.capture.training import Findings
-from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, NumberSpec, Size, SizeGuard
+from autoparallel.graph.captured import (
+    Captured,
+    CaptureError,
+    Constant,
+    InputSpec,
+    Leaf,
+    NumberSpec,
+    Size,
+    SizeGuard,
+    refusal,
+)
+from autoparallel.graph.lines import line_of
 from autoparallel.passes.mark_gradients import Detached
 from autoparallel.passes.resolve_control_flow import price_masks
 from autoparallel.passes.runner import run_passes
@@ -134,7 +145,10 @@ def _read_inputs(
             value = (program.state_dict | program.constants).get(str(spec.target))
             if not isinstance(value, torch.Tensor):
                 raise CaptureError(f"the model uses {spec.target!r}, which is not a tensor, as an input of its graph")
-            constants[node.name] = references.get(id(value), value)
+            constants[node.name] = value = references.get(id(value), value)
+            if is_fake(value):
+                line, cure = line_of(next(iter(node.users), node)), "read it where it is registered, or pass it in"
+                raise refusal("the model reads a tensor from where the trace does not look", line, cure)
     for node in list(graph.nodes):  # inputs that the graph ignores keep their placeholder, constants lose it
         if node.op == "placeholder" and node.name not in {*parameters, *buffers, *constants, *inputs}:
             if node.users:

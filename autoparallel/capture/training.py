@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoparallel.capture.caches import CURE, asks_for_cache, without_caches
@@ -34,6 +35,7 @@ class Findings:
         existing: of the tensors that the copy and its inputs have before a call, by id.
         left_out: the lines of checks of values that the trace leaves out.
         has_outputs: whether the model has run, so that what fails now is the loss function.
+        registered: the parameters and buffers of the copy before a trace, by their names.
     """
 
     counted: bool = False
@@ -44,6 +46,31 @@ class Findings:
     existing: set[int] = field(default_factory=set)
     left_out: dict[str, None] = field(default_factory=dict)
     has_outputs: bool = False
+    registered: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class _Exchange(TorchFunctionMode):
+    """Inside, operators that are given one tensor are given another.
+
+    Export puts tensors of its own in the place of parameters and buffers where they are registered, but not in the
+    lists and dicts that hold them, too.
+
+    Args:
+        exchanged: what is given instead, by the id of what stood there before.
+    """
+
+    def __init__(self, exchanged: dict[int, torch.Tensor]) -> None:
+        super().__init__()
+        self.exchanged = exchanged
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(id(x) in self.exchanged for x in pytree.arg_tree_leaves(*args, **kwargs)):
+            args, kwargs = pytree.tree_map(self.current, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def current(self, value: Any) -> Any:
+        return self.exchanged.get(id(value), value)
 
 
 class Training(nn.Module):
@@ -74,7 +101,7 @@ class Training(nn.Module):
         cast = precision is not None and precision.cast_forward_inputs
         self.input_dtype = precision.param_dtype if precision is not None and cast else None
         self.output_dtype = precision.output_dtype if precision is not None else None
-        self.findings = Findings()
+        self.findings = Findings(registered=_registered_tensors(model))
         self.recorder = recorder
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,13 +118,15 @@ class Training(nn.Module):
         for number, earlier in self.twins:
             inputs[number] = inputs[earlier]
         args, kwargs = pytree.tree_unflatten(inputs, nesting)
-        with self.recorder, DataAccess():
+        before, now = self.findings.registered, _registered_tensors(self.model)
+        exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
+        with self.recorder, DataAccess(), exchange:
             leaves, self.findings.spec = flatten(self._outputs(args, kwargs))
         _require_leaves(leaves)
         for name, value in self.recorder.take().items():
             more, self.findings.attributes[name] = pytree.tree_flatten(value)
             leaves += more
-        return leaves
+        return [exchange.current(leaf) for leaf in leaves]
 
     def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.loss_fn is None:
@@ -117,6 +146,14 @@ class Training(nn.Module):
         if not asks_for_cache(self.model.forward, args, kwargs):
             outputs = without_caches(outputs)
         return _cast(outputs, self.output_dtype)
+
+
+def _registered_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a model, those that are tied by each of their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
 
 
 def _require_leaves(values: Sequence[Any]) -> None:

@@ -115,6 +115,23 @@ class ListOfTensors(nn.Module):
 
 
 @program()
+class RegisteredAndInContainers(nn.Module):
+    """Parameters and a buffer that are read, and changed, where a dict, a list and an attribute hold them, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.weights, self.means = {"a": self.a.weight, "b": self.b.weight}, [self.mean]
+        object.__setattr__(self, "bias", self.b.bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.linear(x, torch.cat([self.weights["a"], self.weights["b"]]), torch.cat([self.a.bias, self.bias]))
+        self.means[0].mul_(0.9).add_(h.detach().mean(0)[:8], alpha=0.1)
+        return h - self.mean.repeat(2), self.weights["b"]
+
+
+@program()
 class NotPersistent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
