@@ -67,7 +67,9 @@ def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | Non
     needed = ancestors(captured.graph, {loss} if count is None else {loss, count})
     walk = _Walk(captured.batches, batched, loss, terms_of(loss, {x for x in captured.inputs if x}), count)
     walk.through(needed)
-    reason = walk.problem or next(filter(None, (_problem(walk, weight, count, term) for term in walk.terms)), "")
+    reason = next(iter(walk.problems.values()), "") or next(
+        filter(None, (_problem(walk, weight, count, term) for term in walk.terms)), ""
+    )
     open_sizes = all(captured.is_batch(shape_of(x)[0]) for x in captured.graph.nodes if x.name in batched)
     rows = {spec.shape[0] // spec.batch for spec in batched.values()}
     if not open_sizes and (reason or any(_is_scaled(node, rows, node in walk.between) for node in needed)):
@@ -83,6 +85,44 @@ def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | Non
         return replace(weight, kind="unknown", reason=reason)
     from_call = count is not None and walk.placements[count] == Invariant
     return replace(weight, kind=kind, from_call=from_call, mixes=walk.mixes)
+
+
+def follow_results(captured: Captured, specs: Sequence[Any], statistics: Collection[str]) -> None:
+    """Notes which results, beside the loss, microbatches would make otherwise than the batch does, and which buffers
+    a call changes to the same whatever its rows are: ``Captured.mixed`` and ``Captured.steady``.
+
+    Args:
+        specs: the inputs of a call.
+        statistics: the buffers of batch norms, which take the statistics of a microbatch.
+    """
+    changed = captured.mutated_buffers
+    left = {i for i, path in enumerate(changed) if path in statistics} | {captured.objective, captured.weight_output}
+    results = {i: node for i, node in enumerate(captured.results) if i not in left}
+    names = zip(captured.inputs, specs, strict=True)
+    batched = [name for name, spec in names if name is not None and isinstance(spec, InputSpec) and spec.batch]
+    walk = _Walk(captured.batches, batched, None, (set(), []), None)
+    placeholders = {captured.buffers.get(node.name, ""): node for node in captured.placeholders.values()}
+    sums = [i for i in results if i < len(changed) and _adds_up_alone(results[i], placeholders[changed[i]])]
+    for path in (changed[i] for i in range(len(changed)) if i in left or i in sums):
+        walk.problems[placeholders[path]] = f"it reads the buffer {path}, which each microbatch changes"
+    walk.through(ancestors(captured.graph, {*results.values()}))
+    steady = set()
+    for i, node in results.items():
+        if i in sums:
+            (node,) = (x for x in node.all_input_nodes if x is not placeholders[changed[i]])
+        if node in walk.problems:
+            captured.mixed[i] = walk.problems[node]
+        elif i < len(changed) and walk.placements[node] == Invariant:
+            steady.add(changed[i])
+        elif i < len(changed) and not (i in sums and walk.is_sum(node)):
+            captured.mixed[i] = f"{_key(node)} is no sum over rows"
+    captured.steady = frozenset(steady)
+
+
+def _adds_up_alone(value: fx.Node, buffer: fx.Node) -> bool:
+    """Whether a call adds something to a buffer that nothing else reads, before or after."""
+    adds = value.target is aten.add.Tensor and len(value.args) == 2 and not value.kwargs and buffer in value.args
+    return adds and len(value.all_input_nodes) == 2 and [*buffer.users] == [value] and len(value.users) == 1
 
 
 def _problem(walk: _Walk, weight: LossWeight, count: fx.Node | None, reduction: fx.Node) -> str:
@@ -123,14 +163,14 @@ class _Walk:
         means: those of the summands that are means over the rows of a microbatch.
         numbers: the values that count rows: microbatches may look up their rows with them, and nothing else.
         mixes: which call is the first of which it is only taken for granted that it leaves rows apart.
-        problem: which call does not.
+        problems: which calls do not, and those that read what these make, with the first reason.
     """
 
     def __init__(
         self,
         batches: Collection[sympy.Symbol],
         batched: Collection[str],
-        loss: fx.Node,
+        loss: fx.Node | None,
         terms: tuple[set[fx.Node], list[fx.Node]],
         count: fx.Node | None,
     ) -> None:
@@ -141,12 +181,15 @@ class _Walk:
         self.placements: dict[fx.Node, Placement] = {}
         self.means: set[fx.Node] = set()
         self.numbers: set[fx.Node] = set()
-        self.mixes, self.problem = "", ""
+        self.mixes, self.problems = "", dict[fx.Node, str]()
 
     def through(self, nodes: Iterable[fx.Node]) -> None:
-        """Goes through a graph, to the first call that makes something of the whole batch, if one does."""
+        """Goes through a graph."""
         for node in nodes:
-            if node.op == "placeholder":
+            read = (self.problems[x] for x in (node, *node.all_input_nodes) if x in self.problems)
+            if problem := next(read, ""):
+                self.problems[node] = problem
+            elif node.op == "placeholder":
                 self.placements[node] = Shard(0) if node.name in self.batched else Invariant
             elif node.op == "call_function":
                 placement = self._follow(node) if is_tensor(node) else Invariant
@@ -155,9 +198,9 @@ class _Walk:
                     placement = self._take_for_granted(node)
                 whole = node is self.loss and placement != Partial
                 if placement is None or whole or is_tensor(node) and {*self._open_dims(node)} - {placement.dim}:
-                    self.problem = _explain_mixing(node)
-                    return
-                self.placements[node] = placement
+                    self.problems[node] = _explain_mixing(node)
+                else:
+                    self.placements[node] = placement
 
     def is_sum(self, node: fx.Node) -> bool:
         """Whether the values of microbatches add up to that of the batch."""

@@ -17,7 +17,7 @@ from autoparallel.capture.attempt import Attempt, FailsUntraced, scale_of, trace
 from autoparallel.graph.calls import closed, fits, without_numbers
 from autoparallel.graph.captured import Captured, CaptureError, InputSpec, NumberSpec
 from autoparallel.graph.garbage import MANY, collected_rarely, count_as_old
-from autoparallel.passes.follow_batch import weight_of_rows
+from autoparallel.passes.follow_batch import follow_results, weight_of_rows
 
 
 def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **options: Any) -> Captured:
@@ -65,6 +65,9 @@ def _capture(
         captured.numbers = tuple([i for i, spec in enumerate(attempt) if isinstance(spec, NumberSpec)])
         if fits(captured, attempt):
             captured.weight = weight_of_rows(captured, specs)
+            norms = [name for name, module in model.named_modules() if isinstance(module, _torch.nn.BatchNorm)]
+            statistics = [path for path in captured.mutated_buffers if path.rpartition(".")[0] in norms]
+            follow_results(captured, specs, statistics)
             return captured
     assert failed is not None  # the last attempt has no symbols that could differ from the call
     if failed.__cause__ is not None:

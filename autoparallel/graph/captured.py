@@ -81,6 +81,8 @@ class Captured:
         numbers: the leaves of the inputs that are numbers of Python's and left open.
         fixed: the lines at which the model fixed sizes or numbers that were to be open.
         weight: what the loss weighs among the microbatches of a step; None where there is no loss.
+        mixed: of the other results, by index, those that microbatches would make otherwise, and why.
+        steady: the mutated buffers that a call changes to the same whatever its rows are, as one that counts calls.
         rest_dtypes: parameter name to its dtype in the model, where it is used in another one.
         rebound: of the mutated buffers those that a call binds to a new tensor, instead of changing theirs in place.
         attributes: for each attribute of the model that a call sets, by its path: how its value nests, and its leaves.
@@ -104,6 +106,8 @@ class Captured:
     detached: list[int] = field(default_factory=list)
     actual: dict[sympy.Symbol, int] = field(default_factory=dict)
     weight: LossWeight | None = None
+    mixed: dict[int, str] = field(default_factory=dict)
+    steady: frozenset[str] = frozenset()
     rest_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     rebound: frozenset[str] = frozenset()
     attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = field(default_factory=dict)

@@ -41,7 +41,7 @@ def build(
     """
     target = replace(request.target(prefix), checked=checked, watch=watch)
     if plan.staging is not None:
-        return build_stages(captured, plan, target, call.is_training)
+        return build_stages(captured, plan, target, call.trains)
     return build_program(captured, plan, target, input_layouts(captured, call.specs, call.layouts))
 
 

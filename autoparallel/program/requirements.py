@@ -7,21 +7,21 @@ from autoparallel.graph.calls import batch_dim
 from autoparallel.graph.captured import Captured, explain_ambiguity, is_loss
 
 
-def require_stageable(captured: Captured, outputs: str, microbatches: int, training: bool) -> None:
+def require_stageable(captured: Captured, outputs: str, microbatches: int, differentiated: bool) -> None:
     """Refuses what no cuts and no schedule could run.
 
     Args:
         outputs: as ``compile()`` takes it.
         microbatches: how many there are; one can be of any loss.
-        training: whether the call is one that is differentiated.
+        differentiated: whether the call is made in training mode, with gradients.
 
     Raises:
         PlanError: naming what to change.
     """
-    if training:
+    if differentiated:
         _require_loss(captured)
-    if microbatches > 1:
-        _require_combinable(captured, kept_outputs(captured, outputs))
+        if microbatches > 1 and (problem := why_whole(captured, outputs)):
+            raise PlanError(problem)
 
 
 def kept_outputs(captured: Captured, outputs: str) -> list[int]:
@@ -43,17 +43,32 @@ def _require_loss(captured: Captured) -> None:
         )
 
 
-def _require_combinable(captured: Captured, numbers: list[int]) -> None:
-    weight = captured.weight
-    if weight is not None and weight.problem:
-        raise PlanError(
+def why_whole(captured: Captured, outputs: str) -> str:
+    """Why microbatches would not make what the batch does, and what to change; empty where they would.
+
+    Batch norms take the statistics of a microbatch, as is said in the documentation.
+    """
+    if (weight := captured.weight) is not None and weight.problem:
+        return (
             f"the losses of microbatches cannot be put together: {weight.problem}. Pass a loss_fn that returns (sum, "
             "count) to compile(), or use one microbatch"
         )
-    for i in numbers:
-        if i not in (captured.objective, captured.weight_output) and batch_dim(captured, i) < 0:
-            key = captured.results[i].meta["key"]
-            raise PlanError(
+    for i in {*kept_outputs(captured, outputs)} - {captured.objective, captured.weight_output}:
+        key = captured.results[i].meta["key"]
+        if batch_dim(captured, i) < 0:
+            return (
                 f"an output of the model ({key}) has no batch dim, so that those of microbatches cannot be put "
                 "together: return it per row, or leave it out (outputs='auto' beside a loss)"
             )
+        if i in captured.mixed:
+            return (
+                f"an output of the model ({key}) is not what microbatches make: {captured.mixed[i]}. Compute it of "
+                "what the model returns, or leave it out (outputs='auto' beside a loss)"
+            )
+    for i, path in enumerate(captured.mutated_buffers):
+        if i in captured.mixed:
+            return (
+                f"microbatches would change the buffer {path} otherwise than the batch does: {captured.mixed[i]}. Let "
+                "it count calls, add up sums over rows, or change it outside of the model; or use one microbatch"
+            )
+    return ""

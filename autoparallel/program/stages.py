@@ -15,6 +15,7 @@ from autoparallel.decisions.pipeline import PipelinePlan
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.layers import layer_of
 from autoparallel.passes.adapt_captured import leave_only_loss
+from autoparallel.passes.canonicalize_operators import BATCH_STATISTIC
 from autoparallel.passes.cut_stages import Crossing, CutError, StageGraph, cut_stages, stages_of
 from autoparallel.passes.settle_interleaving import count_blocks, leave_blocks
 from autoparallel.pipeline.schedules import Passing
@@ -22,7 +23,7 @@ from autoparallel.placements import Invariant, Layout, parse_layout
 from autoparallel.plan import Plan
 from autoparallel.program.build import build_program
 from autoparallel.program.program import LocalProgram, Target
-from autoparallel.program.requirements import kept_outputs, require_stageable
+from autoparallel.program.requirements import kept_outputs, require_stageable, why_whole
 from autoparallel.rules.ways import typed_call
 
 
@@ -35,6 +36,7 @@ class StagedProgram:
         plan: the schedule and the cuts.
         graphs, programs: of every stage.
         crossings: the values that cross between stages, by number.
+        is_whole: whether a call that is not differentiated must run as one microbatch.
     """
 
     captured: Captured
@@ -42,6 +44,7 @@ class StagedProgram:
     graphs: tuple[StageGraph, ...]
     programs: tuple[LocalProgram, ...]
     crossings: tuple[Crossing, ...]
+    is_whole: bool
 
     def passings(self, differentiate: bool) -> list[Passing]:
         """Every way of a value from one stage to another."""
@@ -56,11 +59,11 @@ class StagedProgram:
         return "\n".join(f"stage {i}:\n{program.text()}" for i, program in enumerate(self.programs))
 
 
-def build_stages(captured: Captured, plan: Plan, target: Target, training: bool) -> StagedProgram:
+def build_stages(captured: Captured, plan: Plan, target: Target, differentiated: bool) -> StagedProgram:
     """Cuts a graph as its plan says and builds the local program of every stage, the same on all ranks.
 
     Args:
-        training: whether the call is one that is differentiated.
+        differentiated: whether the call is made in training mode, with gradients.
 
     Raises:
         PlanError: when the model cannot be run in such stages and microbatches.
@@ -68,7 +71,7 @@ def build_stages(captured: Captured, plan: Plan, target: Target, training: bool)
     pipeline = plan.staging
     assert pipeline is not None
     leave_only_loss(captured)
-    require_stageable(captured, target.outputs, pipeline.microbatches, training)
+    require_stageable(captured, target.outputs, pipeline.microbatches, differentiated)
     numbers = kept_outputs(captured, target.outputs)
 
     def price(giver: int, taker: int) -> float:
@@ -97,7 +100,8 @@ def build_stages(captured: Captured, plan: Plan, target: Target, training: bool)
         outputs = [whole] * count + [layouts[c.name] for c in graph.outgoing]
         programs.append(build_program(graph.captured, replace(plan, recompute=recompute), target, received, outputs))
     ordered = tuple(crossings[number] for number in sorted(crossings))
-    return StagedProgram(captured, pipeline, tuple(graphs), tuple(programs), ordered)
+    is_whole = bool(why_whole(captured, target.outputs)) or any(n.meta.get(BATCH_STATISTIC) for n in nodes.values())
+    return StagedProgram(captured, pipeline, tuple(graphs), tuple(programs), ordered, is_whole)
 
 
 def find_owners(staged: StagedProgram, names: Mapping[str, Any]) -> dict[str, int]:

@@ -116,8 +116,7 @@ def _whole(mesh: str) -> dict[str, Any]:
     results["plain tensors"] = all(type(t) is Tensor and not t.requires_grad for t in stream.values())
     prompt, hidden = tokens_of(9)[:3, :2], torch.ones(2, 8, dtype=torch.float64)
     results["generated"] = float(not torch.equal(model.generate(prompt, count=4), plain.generate(prompt, count=4)))
-    if mesh != "a pipeline":  # whose microbatches count
-        results["buffer"] = off(model.seen, plain.seen)
+    results["buffer"] = off(model.seen, plain.seen)
     with model.whole() as inner, torch.no_grad(), model.whole() as again:
         results["one for both"] = inner is again
         results["method"] = off(inner.score(hidden), plain.score(hidden))

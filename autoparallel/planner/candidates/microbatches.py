@@ -117,7 +117,7 @@ def _counts(evaluator: Evaluator) -> Iterator[tuple[int, ...]]:
         raise PlanError(
             f"the batch size is fixed at {call.batch}, so that it cannot be cut into microbatches: {captured.why_fixed}"
         )
-    require_stageable(captured, request.outputs, min(first), call.is_training)
+    require_stageable(captured, request.outputs, min(first), call.trains)
     yield first
     count = 2 * first[0]
     if request.memory_limit is not None and evaluator.pipeline.microbatches is None:

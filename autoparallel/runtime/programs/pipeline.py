@@ -169,9 +169,12 @@ class PipelineRunner:
         require_divisible(self._divisors, actual, call.batch // count, self.captured.lengths)
 
     def _microbatches(self, call: Call) -> int:
-        """How many microbatches a call is cut into: where nothing is differentiated, as many as the plan can run."""
+        """How many microbatches a call is cut into: where nothing is differentiated, as many as the plan can run, or
+        one, where more would not make what the batch does."""
         if self._differentiates(call):
             return self.plan.microbatches
+        if self.staged.is_whole:
+            return 1
         if call.shapes not in self._counts:
             counts = count_microbatches(self.plan.microbatches, call.batch, lambda m: self._divides(call, m))
             self._counts[call.shapes] = counts
@@ -292,7 +295,8 @@ class PipelineRunner:
             c.number: self._take_arrival(run, (FORWARD, c.number, stage.index, m)) for c in stage.graph.incoming
         }
         with draw_from(replace(run.random, microbatch=m, microbatches=run.count)):
-            outputs = stage.forward(m, run.leaves[m], received, run.buffers, run.differentiate)
+            changed = {path: run.buffers[path] for path in run.buffers if path not in self.captured.steady}
+            outputs = stage.forward(m, run.leaves[m], received, changed, run.differentiate)
         run.buffers.update(outputs.buffers)
         for i, value in outputs.results.items():
             run.results.setdefault(i, {})[m] = value
