@@ -141,8 +141,8 @@ class Face(nn.Module):
         """What ``DistributedDataParallel`` asks first of what it is to wrap, in ``Accelerator.prepare`` also."""
         raise TypeError(
             "a model compiled by autoparallel cannot be wrapped in DistributedDataParallel (as Accelerate's prepare "
-            "does): it reduces its gradients itself. What to change: use the compiled model as it is, and prepare "
-            "only the data loader"
+            "does), nor given to torch.jit: it reduces its gradients itself. What to change: use the compiled model as "
+            "it is, and prepare only the data loader; give torch.jit the plain model"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
