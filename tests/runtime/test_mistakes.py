@@ -46,10 +46,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "module": (lambda: compiled().module, "model.module is the model itself"),
     "a path for a state": (lambda: compiled().load_state_dict("model.pt"), "takes a dict of tensors.*not a str"),
     "torch.jit": (lambda: torch.jit.script(compiled()), "give torch.jit the plain model"),
-    "torch.export": (
-        lambda: torch.export.export(compiled(), (X, Y)),
-        "cannot be exported.*with model.whole() as plain",
-    ),
     "steps and loader": (lambda: compiled().accumulate([(X, Y)], 4), "got a list: model.accumulate(4, loader)"),
 }
 
