@@ -34,6 +34,7 @@ from autoparallel.placements import (
     chunk,
     divides,
     dual_layout,
+    fills_up,
     format_layout,
     largest_piece,
     reaches_all,
@@ -180,6 +181,12 @@ def test_layouts_of_operators_stay_even() -> None:
         redistributor.path((Shard(1), Invariant), (Invariant, Invariant), (6, 5), 8, True, True)
     with pytest.raises(ValueError, match="cannot have the layout"):  # a rank would have nothing of three rows
         redistributor.path((Shard(0), Shard(0)), (Invariant, Invariant), (3,), 8, True, True, uneven=True)
+
+
+def test_rows_of_a_padded_table_are_read_where_each_rank_has_one() -> None:
+    cut = (Shard(0), Shard(0), Shard(0))
+    assert fills_up((15,), (16,), cut, (2, 2, 2)) and not fills_up((9,), (16,), cut, (2, 2, 2))
+    assert not fills_up((7,), (8,), cut, (2, 2, 2)), "no layout at rest gives 7 rows to 8 ranks"
 
 
 def test_an_uneven_slice_is_never_made_by_accident() -> None:

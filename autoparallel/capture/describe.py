@@ -19,6 +19,7 @@ from autoparallel.capture.functional.passes import describing_passes
 from autoparallel.capture.python.recorder import IN_THE_MODEL
 from autoparallel.capture.refusals.refusals import (
     refused_mutation,
+    require_dense_values,
     require_positions,
     require_same_dtypes,
     require_static,
@@ -76,6 +77,7 @@ def describe(
     price_masks(graph, constants)
     numbers = {str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)}
     trace_findings.left_out.update(dict.fromkeys(require_static(graph, numbers)))
+    require_dense_values(graph)
     require_positions(graph)
     require_same_dtypes(graph)
     output = graph.output_node()

@@ -189,14 +189,14 @@ def divides(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> 
 
 
 def fills_up(shape: Sequence[int], padded: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> bool:
-    """Whether the uneven pieces of a tensor, each filled up, are the even pieces of the padded tensor."""
+    """Whether the uneven pieces of a tensor with a row for each rank, filled up, are the even ones of the padded."""
     for dim, (size, whole) in enumerate(zip(shape, padded, strict=True)):
         for axis in shards_of(layout, dim):
             size, rest = -(-size // axis_sizes[axis]), whole % axis_sizes[axis]
             whole //= axis_sizes[axis]
             if rest or size != whole:
                 return False
-    return True
+    return reaches_all(shape, layout, axis_sizes)
 
 
 def reaches_all(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> bool:

@@ -100,12 +100,27 @@ def require_same_memory(graph: fx.Graph) -> None:
 def require_dense(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuses a sparse tensor that a model holds: it is traced, priced and cut like a dense one."""
     for name, tensor in tensors.items():
-        if tensor.layout != torch.strided or tensor.is_nested:
+        if not _is_dense(tensor):
             raise CaptureError(
-                f"{name} is not dense ({tensor.layout}), and only dense tensors are traced\n"
-                "What to change: keep it as tensor.to_dense(), or as its indices and values, with index_add_ or "
-                "index_select in the place of its product."
+                f"{name} is not dense ({tensor.layout}), and only dense tensors are traced\nWhat to change: {_DENSE}."
             )
+
+
+def require_dense_values(graph: fx.Graph) -> None:
+    """Refuses a sparse tensor that a model makes."""
+    for node in graph.nodes:
+        if is_tensor(node) and not _is_dense(node.meta["val"]):
+            raise refusal("the model makes a tensor that is not dense", line_of(node), _DENSE)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+_DENSE = (
+    "keep it as tensor.to_dense(), or as its indices and values, with index_add_ or index_select in the place of its "
+    "product"
+)
 
 
 def require_own_memory(captured: Captured, model: nn.Module) -> None:

@@ -15,10 +15,13 @@ import torch
 from torch import fx
 
 from autoparallel import _torch
+from autoparallel.graph.captured import refusal
+from autoparallel.graph.lines import line_of
 from autoparallel.passes.raise_row_views import find_heads
 from autoparallel.planner.calls.signatures import Signatures
 from autoparallel.predict.attention import attention
 from autoparallel.predict.unseen import is_unseen, stand_in
+from autoparallel.rules import operator_name
 from autoparallel.rules.calls import is_tensor
 
 
@@ -122,8 +125,12 @@ def _run(node: fx.Node, operands: list[fx.Node], size: Signatures) -> Saved:
         saved[id(storage)] = storage
 
     arguments = fx.map_arg((node.args, node.kwargs), value)
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda _: torch.empty(0)):
-        results = _torch.tensors.tensors_in(_call(node, *arguments, size))
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda _: torch.empty(0)):
+            results = _torch.tensors.tensors_in(_call(node, *arguments, size))
+    except NotImplementedError as error:
+        what = f"{operator_name(node.target)} cannot run on tensors without data, as planning does to see what is kept,"
+        raise refusal(what, line_of(node), "write it with other operators or in a torch.autograd.Function") from error
     places = {id(values[x].untyped_storage()): i for i, x in reversed(list(enumerate(operands)))}
     storages = [id(x.untyped_storage()) for x in results]
     beside = sum(storage.nbytes() for i, storage in saved.items() if i not in places and i not in storages)

@@ -285,3 +285,28 @@ class SparseBuffer(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(self.adjacency @ x)
+
+
+@program(refused="its indices and values")
+class SparseProduct(nn.Module):
+    """A product with a sparse matrix that is made of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights, self.a = nn.Parameter(torch.ones(4)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        adjacency = torch.sparse_coo_tensor(torch.arange(4).expand(2, -1), self.weights, (4, 4))  # refused
+        return self.a(torch.sparse.mm(adjacency, x))
+
+
+@program(refused="other operators or in a torch.autograd.Function")
+class Quantised(nn.Module):
+    """Rounding whose gradient has no kernel without data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fake_quantize_per_tensor_affine(self.a(x), 0.1, 0, -128, 127)  # refused
