@@ -456,6 +456,8 @@ def _holds(value: Any, container: Any) -> bool:
 def _advice(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "register it as a buffer (self.register_buffer(name, tensor)) and update it, or return it and pass it in"
+    if isinstance(value, bool):
+        return "set it outside of forward (by a call of the plain model before compile(), if only a first call does)"
     return "keep it in a registered buffer (self.n += 1 works on a tensor), set it outside of forward, or pass it in"
 
 

@@ -277,6 +277,7 @@ _OF_TORCH = {
 
 _MISCALLED = re.compile(r"forward\(\) (takes|got|missing) ")
 
+_ATTRIBUTE = re.compile(r"\b\w+\.(\w+)")
 _DECIDES = re.compile(r"\s*(if|elif|while|assert)\b|\bif\b.+\belse\b|\b(any|all|bool)\(")
 
 
@@ -295,6 +296,12 @@ def _explain_value(error: Exception, modules: list[nn.Module], line: str) -> tup
         return "a size depends on a tensor's values", (
             "keep all rows and weigh them by masks, such as (loss * mask).sum() / mask.sum(), use torch.where or "
             "ignore_index, or compute it outside of the model and pass it in"
+        )
+    buffers = modules[0]._buffers if modules else {}
+    if flag := next((name for name in _ATTRIBUTE.findall(line) if buffers.get(name) is not None), None):
+        return f"Python asks for the value of the buffer {flag}", (
+            "keep it as a plain attribute, a number or a bool, and set it outside of compiled calls (what a first call "
+            "sets, a call of the plain model before compile() does); or take elements of both ways by torch.where"
         )
     if _DECIDES.search(line):
         return "Python takes a way that depends on a tensor's values", (

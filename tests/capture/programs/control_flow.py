@@ -27,6 +27,40 @@ class BranchOnValue(Two):
         return h
 
 
+@program(refused="plain attribute")
+class FlagInABuffer(Two):
+    """What the first batch initialises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ready", torch.tensor(False))
+        self.register_buffer("shift", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if not self.ready:  # refused
+            self.shift.copy_(h.detach().mean(0))
+            self.ready.fill_(True)
+        return h - self.shift
+
+
+@program(refused="a call of the plain model before compile")
+class FlagOfTheFirstCall(Two):
+    """The same with a flag of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready = False
+        self.register_buffer("shift", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if not self.ready:
+            self.shift.copy_(h.detach().mean(0))
+            self.ready = True  # refused
+        return h - self.shift
+
+
 @program(refused="tensor")
 class ItemInForward(Two):
     def forward(self, x: Tensor) -> Tensor:
