@@ -94,19 +94,23 @@ def device_of(model: nn.Module) -> str:
     return next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
 
 
-def elsewhere(tensor: torch.Tensor, mesh: DeviceMesh) -> str | None:
-    """What to do where a tensor is not on the device that this process computes on; None where it is."""
+def elsewhere(tensor: torch.Tensor, mesh: DeviceMesh, moved: str = "it") -> str | None:
+    """What to do where a tensor is not on the device that this process computes on; None where it is.
+
+    Args:
+        moved: what is moved with it.
+    """
     kind, index = tensor.device.type, tensor.device.index
     if kind != mesh.device_type:
         return (
-            f"is on {tensor.device}, the mesh is on {mesh.device_type!r}: move it there "
+            f"is on {tensor.device}, the mesh is on {mesh.device_type!r}: move {moved} there "
             f"(.to({mesh.device_type!r})), or make a mesh on {kind!r}"
         )
     if index is None or index == (here := torch.get_device_module(kind).current_device()):
         return None
     return (
         f"is on {tensor.device}, this process computes on {kind}:{here}: call torch.{kind}.set_device({index}) before "
-        "init_process_group, or move it there"
+        f"init_process_group, or move {moved} there"
     )
 
 

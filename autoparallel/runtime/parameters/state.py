@@ -49,7 +49,7 @@ def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
                 "What to change: compile models that share a parameter as one that holds them all, and says in its "
                 "forward which of them runs."
             )
-        if not tensor.is_meta and (problem := elsewhere(tensor, mesh)):
+        if not tensor.is_meta and (problem := elsewhere(tensor, mesh, "the model")):
             raise ValueError(f"{name} {problem}")
         require_own_hooks(name, tensor)
 
