@@ -59,7 +59,6 @@ class TooWide(Exception):
     def __init__(self, entries: int, max_table: int, variables: tuple[int, ...]) -> None:
         super().__init__(f"a table over variables {variables} needs {entries} entries; max_table is {max_table}")
         self.entries = entries
-        self.max_table = max_table
         self.variables = variables
 
 
