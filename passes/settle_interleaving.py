@@ -1,13 +1,13 @@
 """Leaves as many blocks of interleaved pieces as a plan needs (see ``interleave_projections``).
 
-Before (the plan shards nothing of the product's output dim):
+Before (the plan shards no piece along the product's output dim, whatever it does with the product):
     interleave = operators.interleave(w, 0, [0, 8, 12], 4)
     linear = aten.linear(x, interleave)
     piece = operators.piece(linear, 1, 0, 8, 4)
 After:
     linear = aten.linear(x, w)
     piece = operators.piece(linear, 1, 0, 8, 1)
-After, where the plan shards it over two ranks:
+After, where the plan shards its pieces over two ranks:
     interleave = operators.interleave(w, 0, [0, 8, 12], 2)
     linear = aten.linear(x, interleave)
     piece = operators.piece(linear, 1, 0, 8, 2)
@@ -41,8 +41,8 @@ def count_blocks(graph: fx.Graph, modes: Mapping[str, Sequence[Mode]], axis_size
     blocks: dict[str, int] = {}
     for node in graph.nodes:
         if _interleaves(node):
-            pieces, carriers = _readers(node)
-            count = math.lcm(*(_shards(x, modes, axis_sizes) for x in (*pieces, *carriers)))
+            pieces = _pieces(node)
+            count = math.lcm(*(_shards(x, modes, axis_sizes) for x in pieces))
             blocks |= {x.meta["key"]: count for x in (node, *pieces)}
     return blocks
 
@@ -68,19 +68,17 @@ def _interleaves(node: fx.Node) -> bool:
     return "interleaved" in node.meta and any(x.target is operators.interleave for x in node.all_input_nodes)
 
 
-def _readers(product: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What takes the pieces of a product's result, and the calls on the way, the product first."""
+def _pieces(product: fx.Node) -> list[fx.Node]:
+    """What takes the pieces of a product's result."""
     pieces: list[fx.Node] = []
     carriers = [product]
     for node in carriers:
         for user in node.users:
             (pieces if user.target is operators.piece else carriers).append(user)
-    return pieces, carriers
+    return pieces
 
 
-def _shards(node: fx.Node, modes: Mapping[str, Sequence[Mode]], axis_sizes: Sequence[int]) -> int:
-    """Into how many shards a call's result is cut along the dim of the pieces."""
-    layout: Layout = typed_call(node, modes[node.meta["key"]])[1]
-    dim = node.args[1] if node.target is operators.piece else node.meta["interleaved"]
-    assert isinstance(dim, int)
-    return count_pieces(layout, dim, axis_sizes)
+def _shards(piece: fx.Node, modes: Mapping[str, Sequence[Mode]], axis_sizes: Sequence[int]) -> int:
+    """Into how many shards a piece is cut along its dim."""
+    layout: Layout = typed_call(piece, modes[piece.meta["key"]])[1]
+    return count_pieces(layout, piece.args[1], axis_sizes)  # type: ignore[arg-type]
