@@ -129,7 +129,10 @@ def unable(captured: Captured, call: Call) -> str:
     if captured.objective is None:
         if len(captured.flowing) > 1:
             return explain_ambiguity(len(captured.flowing))
-        return "this call makes no loss (give it a target, or make it under torch.no_grad())"
+        return (
+            "this call makes no loss (pass loss_fn to compile() and the target to the call, return the loss, or make "
+            "it under torch.no_grad())"
+        )
     if captured.weight is not None and captured.weight.problem:
         return captured.weight.problem
     if any(layout is not None for layout in call.layouts):
