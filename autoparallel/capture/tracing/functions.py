@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel import _torch
 from autoparallel._torch.tensors import storage_mark
+from autoparallel.capture.tracing.collectives import CURE as COLLECTIVES_CURE
 from autoparallel.capture.tracing.trace import CURRENT, Trace, fresh, listening, refuse, register, with_results
 from autoparallel.operators.opaque import Arguments, Unsupported, fill_template
 from autoparallel.operators.torch_random import arguments_of, silent
@@ -92,6 +93,8 @@ class _Watcher(TorchDispatchMode):
 def _apply_function(trace: Trace, cls: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
     """Records one call of an ``autograd.Function``."""
     name = f"{cls.__module__}.{cls.__qualname__}"
+    if cls.__module__ == "torch.distributed.nn.functional":
+        raise refuse(f"the model sends what it computes ({name})", COLLECTIVES_CURE)
     arguments = Arguments()
     try:
         template = arguments.template((args, kwargs))

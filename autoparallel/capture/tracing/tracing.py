@@ -27,6 +27,7 @@ from autoparallel import _torch
 from autoparallel.capture.tracing.backward_hooks import HANDLERS, backward_hook
 from autoparallel.capture.tracing.checks import CHECKED
 from autoparallel.capture.tracing.checks import NAMES as ASKED
+from autoparallel.capture.tracing.collectives import NAMES as COLLECTIVES
 from autoparallel.capture.tracing.drawn_numbers import NAMES as DRAWS
 from autoparallel.capture.tracing.functions import function_apply
 from autoparallel.capture.tracing.positions import FOLLOWED, PACKED, masks_of_transformers, unless_counting
@@ -218,6 +219,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *[(f, "__defaults__", (partial(_answer, FunctionType(f.__code__, f.__globals__, f.__name__)),)) for f in _ASKED],
     *[(f, "__code__", _as_told.__code__) for f in _ASKED],
     *ASKED,
+    *COLLECTIVES,
     *DRAWS,
     *SEEDS,
     *VALUES_READ,

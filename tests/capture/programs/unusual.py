@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as dist_nn
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -388,3 +390,20 @@ def unused_in_some_steps(run: Run) -> None:
         plain.use = step % 2 == 0
         run.changed()
         run.step(model, optimizer, step)
+
+
+@program(refused="the rows of all ranks")
+class GathersFeatures(Two):
+    """A contrastive loss as it is written for DDP."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mine = self.b(self.a(x))
+        every = [torch.empty_like(mine)]
+        dist.all_gather(every, mine.detach())  # refused
+        return mine @ every[0].T
+
+
+@program(refused="the rows of all ranks")
+class SumsFeatures(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) - dist_nn.all_reduce(self.b.weight.mean())  # refused
