@@ -87,7 +87,11 @@ def test_it_equals_the_prediction_of_the_whole(preset: str, recompute: int, rows
     # Plans that differ only in how many layers are recomputed have the same short models.
     predicted = len(nodes)
     more = extrapolated(captured, replace(plan, recompute=dict.fromkeys([*layers][:-1], "full")), predict, known)
-    assert len(nodes) == predicted and (more.seconds < found.seconds if recompute else more == found)
+    assert len(nodes) == predicted and (recompute or more == found)
+    if preset == "fsdp" and recompute:
+        assert more.seconds < found.seconds
+    else:  # a step of few rows takes what its reductions take, whatever runs again beside them
+        assert more.seconds == pytest.approx(found.seconds, rel=1e-9)
     whole = predict(captured, plan)
     assert found.seconds == pytest.approx(whole.seconds(), rel=0.02 if recompute else 1e-6)
     assert found.memory == pytest.approx(whole.total_memory, rel=1e-6)

@@ -301,9 +301,9 @@ class Box:
     __slots__ = ("content",)
 
 
-@program(refused="torch.where")
+@program(refused=r"torch\.where|registered buffer")
 class HidesWhatItDraws(nn.Module):
-    """A draw that is kept where nobody looks."""
+    """A draw that is kept where nobody looks: the draw and the place are refused, one of them first."""
 
     def __init__(self) -> None:
         super().__init__()
