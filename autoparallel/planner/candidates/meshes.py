@@ -142,7 +142,6 @@ class MeshSearch:
         capacity = self.capacity
         tried: list[Alternative] = []
         untried: list[Axes] = []
-
         fastest = math.inf  # seconds of what can be taken
 
         def price(mesh: Axes) -> Alternative:
