@@ -295,22 +295,16 @@ class KeepsWhatItDraws(nn.Module):
         return self.layer(x)
 
 
-class Box:
-    """Holds something where nobody looks."""
-
-    __slots__ = ("content",)
-
-
-@program(refused=r"torch\.where|registered buffer")
+@program(refused="torch.where")
 class HidesWhatItDraws(nn.Module):
-    """A draw that is kept where nobody looks: the draw and the place are refused, one of them first."""
+    """A draw that is kept where nobody looks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.box = nn.Linear(8, 8), Box()
+        self.layer, self.drawn = nn.Linear(8, 8), bytearray(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.box.content = random.random()  # refused
+        self.drawn[0] = random.randrange(256)  # refused
         return self.layer(x)
 
 
