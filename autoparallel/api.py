@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from autoparallel import _torch
 from autoparallel.comm.groups import bind, inner_mesh, whole_group, whole_group_name, with_data_axis
 from autoparallel.comm.world import PIPELINE_AXIS, usable_mesh
 from autoparallel.compiler import Compiler, Settings, mesh_of
@@ -325,7 +326,7 @@ def _is_open(mesh: DeviceMesh | None) -> bool:
 
 
 def _require_same_model(agreement: Agreement, model: nn.Module, request: Request, **options: object) -> None:
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    tensors = _torch.tensors.named_tensors(model)
     plan = request.plan
     of_request = "memory_limit", "outputs", "open_means", "precision"
     options |= {name: getattr(request, name) for name in of_request} | {"hardware": request.profile}

@@ -14,6 +14,11 @@ from torch.utils import _pytree as pytree
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype})
 
 
+def named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of a model, those that are tied by each of their names."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """The tensors among nested values, in their order; what operators read and make is looked at very often."""
     if isinstance(values, torch.Tensor):

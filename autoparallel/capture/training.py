@@ -11,6 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autoparallel import _torch
 from autoparallel.capture.caches import CURE, asks_for_cache, without_caches
 from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.data_access import DataAccess
@@ -101,7 +102,7 @@ class Training(nn.Module):
         cast = precision is not None and precision.cast_forward_inputs
         self.input_dtype = precision.param_dtype if precision is not None and cast else None
         self.output_dtype = precision.output_dtype if precision is not None else None
-        self.findings = Findings(registered=_registered_tensors(model))
+        self.findings = Findings(registered=dict(_torch.tensors.named_tensors(model)))
         self.recorder = recorder
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +119,7 @@ class Training(nn.Module):
         for number, earlier in self.twins:
             inputs[number] = inputs[earlier]
         args, kwargs = pytree.tree_unflatten(inputs, nesting)
-        before, now = self.findings.registered, _registered_tensors(self.model)
+        before, now = self.findings.registered, dict(_torch.tensors.named_tensors(self.model))
         exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
         with self.recorder, DataAccess(), exchange:
             leaves, self.findings.spec = flatten(self._outputs(args, kwargs))
@@ -146,14 +147,6 @@ class Training(nn.Module):
         if not asks_for_cache(self.model.forward, args, kwargs):
             outputs = without_caches(outputs)
         return _cast(outputs, self.output_dtype)
-
-
-def _registered_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a model, those that are tied by each of their names."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
 
 
 def _require_leaves(values: Sequence[Any]) -> None:

@@ -52,7 +52,7 @@ def tensors_of(plain: nn.Module) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
     saved = plain.state_dict().keys() - {*(getattr(plain, "_keys_to_ignore_on_save", None) or ())}
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
-    for name, tensor in (*plain.named_parameters(remove_duplicate=False), *plain.named_buffers(remove_duplicate=False)):
+    for name, tensor in _torch.tensors.named_tensors(plain):
         if name in saved:
             tensors[id(tensor)] = tensor
             names.setdefault(id(tensor), []).append(name)

@@ -203,9 +203,8 @@ def _collect(world: World, states: Mapping[str, Any], copied: bool) -> tuple[dic
 
 def _encode_module(module: nn.Module, what: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """A module's tree; a tensor with several names is written once."""
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
-    alias = {name: first.setdefault(id(tensor), name) for name, tensor in named}
+    alias = {name: first.setdefault(id(tensor), name) for name, tensor in _torch.tensors.named_tensors(module)}
     state = module.state_dict()
     tree: dict[str, Any] = {}
     for name, value in state.items():

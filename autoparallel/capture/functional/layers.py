@@ -184,7 +184,7 @@ class _Record:
     def __init__(
         self, model: nn.Module, run: Callable[[nn.Module], Any], watch: AbstractContextManager[Any] | None = None
     ) -> None:
-        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        tensors = _torch.tensors.named_tensors(model)
         recorder = _Recorder({id(tensor): name for name, tensor in reversed(tensors)})
         self.calls = recorder.calls
         begins: dict[str, list[int]] = {}
