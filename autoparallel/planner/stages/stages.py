@@ -180,15 +180,22 @@ class StagePlanner:
             where = stages_of(self.captured, cuts)
             starts = [sum(where[node] < s for node in rows.nodes) for s in range(1, stages)]
         spans = [*itertools.pairwise([0, *starts, len(rows.nodes)])]
-        again = self._fewest_steps(rows, steps, spans, schedule, count)
-        costs = self._costs(rows, again, spans, schedule, count)
+        resting = self._resting_bytes(rows, spans, schedule)
+        again = self._fewest_steps(rows, steps, spans, resting, schedule, count)
+        costs = self._costs(rows, again, spans, resting, schedule, count)
         keys = tuple(rows.nodes[i].meta["key"] for i in starts)
         plan = PipelinePlan(PIPELINE_AXIS, self.ranks, schedule, count, keys, tuple(costs))
-        self._require_fits(plan, self._resting_bytes(rows, spans, schedule), bool(steps))
+        self._require_fits(plan, resting, bool(steps))
         return plan, {step.layer: RECOMPUTED[step.answer - 1] for step in again}
 
     def _fewest_steps(
-        self, rows: Rows, steps: Sequence[Step], spans: Sequence[tuple[int, int]], schedule: str, count: int
+        self,
+        rows: Rows,
+        steps: Sequence[Step],
+        spans: Sequence[tuple[int, int]],
+        resting: Sequence[float],
+        schedule: str,
+        count: int,
     ) -> list[Step]:
         """The last step of each layer that must run again for its rank's memory to suffice, in the model's order.
 
@@ -198,7 +205,6 @@ class StagePlanner:
         if self.memory_limit is None:
             return []
         held = in_flight(schedule, self.ranks, len(spans), count)
-        resting = self._resting_bytes(rows, spans, schedule)
         begins = [begin for begin, _ in spans]
         inside: list[list[Step]] = [[] for _ in spans]
         for step in steps:
@@ -222,7 +228,13 @@ class StagePlanner:
         return [step for step in steps if again.get(step.layer) is step]
 
     def _costs(
-        self, rows: Rows, again: Sequence[Step], spans: Sequence[tuple[int, int]], schedule: str, count: int
+        self,
+        rows: Rows,
+        again: Sequence[Step],
+        spans: Sequence[tuple[int, int]],
+        resting: Sequence[float],
+        schedule: str,
+        count: int,
     ) -> list[StageCost]:
         """What every stage costs, of whose rows each runs again as the step says that its layer has come to."""
         n = len(rows.nodes)
@@ -232,7 +244,6 @@ class StagePlanner:
         at = answers, np.arange(n)
         backwards, all_inputs, activations = rows.backward[at], rows.inputs[at], rows.activations[at]
         held = in_flight(schedule, self.ranks, len(spans), count)
-        resting = self._resting_bytes(rows, spans, schedule)
         costs = []
         for stage, (begin, end) in enumerate(spans):
             part = slice(begin, end)
