@@ -6,12 +6,11 @@ contrastive loss that gathers every rank's features, has them all already.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-from autoparallel.capture.tracing.trace import listening, refuse
+from autoparallel.capture.tracing.trace import refused_function
 
 CURE = (
     "leave it out: the model is given the rows of all ranks, as on one device, so that its means and its features are "
@@ -25,18 +24,7 @@ _FUNCTIONS = (
 )  # fmt: skip
 
 
-def _refused_in_a_trace(name: str) -> Callable[..., Any]:
-    """The function of that name, which raises ``CaptureError`` where the model that is traced calls it."""
-    original = getattr(dist, name)
-
-    def collective(*args: Any, **options: Any) -> Any:
-        if listening() is None:
-            return original(*args, **options)
-        raise refuse(f"the model calls torch.distributed.{name}", CURE)
-
-    return collective
-
-
-NAMES: tuple[tuple[Any, str, Any], ...] = (
-    tuple((dist, name, _refused_in_a_trace(name)) for name in _FUNCTIONS) if dist.is_available() else ()
+NAMES: tuple[tuple[Any, str, Any], ...] = tuple(
+    (dist, name, refused_function(getattr(dist, name), f"the model calls torch.distributed.{name}", CURE))
+    for name in (_FUNCTIONS if dist.is_available() else ())
 )

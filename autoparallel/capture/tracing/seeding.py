@@ -6,34 +6,19 @@ in every call, or in two places, would be others each time.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from autoparallel.capture.tracing.trace import listening, refuse
+from autoparallel.capture.tracing.trace import refused_function
 
-
-def _refused_in_a_trace(name: str) -> Callable[..., Any]:
-    """The function of torch of that name, which raises ``CaptureError`` where the model that is traced calls it."""
-    original = getattr(torch.random, name)
-
-    def setter(*args: Any, **options: Any) -> Any:
-        caller = str(sys._getframe(1).f_globals.get("__name__"))
-        if listening() is None or caller.startswith("torch._dynamo"):  # puts back what its tracing has moved
-            return original(*args, **options)
-        raise refuse(
-            f"the model sets torch's generator (torch.{name})",
-            "draw numbers that are to stay the same once, outside of forward, and keep them in a buffer; seed before "
-            "the model is called",
-        )
-
-    return setter
-
+_CURE = (
+    "draw numbers that are to stay the same once, outside of forward, and keep them in a buffer; seed before the model "
+    "is called"
+)
 
 NAMES: tuple[tuple[Any, str, Any], ...] = tuple(
-    (module, name, _refused_in_a_trace(name))
+    (module, name, refused_function(getattr(module, name), f"the model sets torch's generator (torch.{name})", _CURE))
     for name in ("manual_seed", "seed", "set_rng_state")
     for module in (torch, torch.random)
 )

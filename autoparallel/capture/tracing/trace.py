@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -112,6 +112,18 @@ def listening() -> Trace | None:
 def refuse(what: str, cure: str) -> CaptureError:
     """What the model does at the line that runs, and what to change (see :func:`~graph.captured.refusal`)."""
     return refusal(what, line_of_frame(sys._getframe(1)), cure)
+
+
+def refused_function(original: Callable[..., Any], what: str, cure: str) -> Callable[..., Any]:
+    """What stands for a function of torch while models are traced: it raises ``CaptureError`` where one calls it."""
+
+    def function(*args: Any, **options: Any) -> Any:
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        if listening() is None or caller.startswith("torch._dynamo"):  # puts back what its tracing has moved
+            return original(*args, **options)
+        raise refuse(what, cure)
+
+    return function
 
 
 def register(table: dict[str, Any], name: str, entry: object) -> str:
