@@ -197,12 +197,12 @@ def measure(row: Row) -> dict[str, Any]:
     start = time.process_time()
     try:
         with UNSHOWN.phase("search"):
-            evaluator = None
             if isinstance(row.mesh, int):
                 search = MeshSearch(request, captured, call, row.mesh)
                 mesh = search.choose().mesh
-                request, evaluator = request.on(mesh), search.evaluators.get(mesh)
-            evaluator = evaluator or Evaluator(request, captured, call)
+                request, evaluator = request.on(mesh), search.evaluator(mesh)
+            else:
+                evaluator = Evaluator(request, captured, call)
             outcome = evaluator.best(proposals(evaluator))
         plan = outcome.require()
     except PlanError as error:

@@ -140,7 +140,7 @@ def test_a_mesh_is_searched_no_further_than_tells_that_it_is_slower(monkeypatch:
     assert {a.mesh for a in choice.tried} == {*meshes}
 
     monkeypatch.setattr(evaluation, "cheapest", None)  # what was searched is not searched again
-    planner, evaluator = Planner(model, search.request.on(choice.mesh)), search.evaluators[choice.mesh]
+    planner, evaluator = Planner(model, search.request.on(choice.mesh)), search.evaluator(choice.mesh)
     plan = planner.search(search.captured, search.call, evaluator=evaluator)
     assert evaluator.forecast(plan).seconds == choice.tried[0].seconds
 

@@ -170,12 +170,12 @@ wrote {options.out}; run it, without a search, with
     return Answer("\n\n".join(map(str, texts)), files)
 
 
-def _choose(request: Request, captured: Captured, call: Call, devices: int) -> tuple[MeshChoice, Evaluator | None]:
-    """How devices are factored, and what searched the mesh that was chosen."""
+def _choose(request: Request, captured: Captured, call: Call, devices: int) -> tuple[MeshChoice, Evaluator]:
+    """How devices are factored, and what plans on the mesh that was chosen."""
     search = MeshSearch(request, captured, call, devices, refusal=_refusal(request))
     with _progress(f"mesh of {devices}").phase("search"):
         choice = search.choose()
-    return choice, search.evaluators.get(choice.mesh)
+    return choice, search.evaluator(choice.mesh)
 
 
 def _on_more_devices(

@@ -120,7 +120,6 @@ class MeshSearch:
             which something is fixed must be one; else the search decides.
         devices: how many there are.
         refusal: why no pipeline can be run at all; empty where one can.
-        evaluators: by the mesh, of the best one that was searched here, for its plan to be made of.
     """
 
     request: Request
@@ -128,7 +127,8 @@ class MeshSearch:
     call: Call
     devices: int
     refusal: str = ""
-    evaluators: dict[Axes, Evaluator] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # Of the best mesh that was searched here, for its plan to be made of.
+    _searched: dict[Axes, Evaluator] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def choose(self, spread: Spread = one_after_another) -> MeshChoice:
         """The best mesh, with what the others would cost.
@@ -238,9 +238,13 @@ class MeshSearch:
             forecast = evaluator.forecast(plan)
             alternative = Alternative(mesh, forecast.seconds, forecast.memory)
         if alternative.seconds_within(self.capacity) < below:
-            self.evaluators.clear()
-            self.evaluators[mesh] = evaluator
+            self._searched.clear()
+            self._searched[mesh] = evaluator
         return alternative
+
+    def evaluator(self, mesh: Axes) -> Evaluator:
+        """What plans on a mesh; on the best that was searched here, what has searched it."""
+        return self._searched.get(mesh) or Evaluator(self.request.on(mesh), self.captured, self.call)
 
 
 def changes(captured: Captured, outputs: str) -> str:
