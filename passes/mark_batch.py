@@ -22,8 +22,7 @@ def mark_batch(captured: Captured) -> None:
 
     The first dim of the first input, and of those as long, is the batch; it is followed from factor to factor.
     """
-    nodes = captured.placeholders
-    inputs = [nodes[name] for name in captured.inputs if name is not None and nodes[name].meta["val"].ndim]
+    inputs = [node for node in captured.input_nodes if node.meta["val"].ndim]
     rows = inputs[0].meta["val"].shape[0] if inputs else 0
     batched = {n: {0} for n in inputs if rows and n.meta["val"].shape[0] % rows == 0}
     for node, factors in follow_dims(captured.graph, batched).items():

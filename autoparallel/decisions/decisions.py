@@ -162,7 +162,8 @@ class Decisions(Means):
     def tried(self, seconds: float, memory: float) -> Tried:
         """What others are compared with, where a step takes so long and a device holds so many bytes."""
         parts = self.staging.microbatches if self.staging is not None else 1
-        return Tried(self.origin, seconds, memory, len(self.recompute), **vars(replace(self.means, microbatches=parts)))
+        means = vars(replace(self.means, microbatches=parts))
+        return Tried(self.origin, seconds, float(memory), len(self.recompute), **means)  # as a file gives it back
 
     def modes(self, key: str) -> tuple[Mode, ...]:
         """How the operator with this key runs on each mesh axis."""

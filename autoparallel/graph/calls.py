@@ -177,15 +177,6 @@ def sizes_of(captured: Captured, specs: Sequence[Any]) -> dict[Any, int]:
     return actual
 
 
-def input_layouts(captured: Captured, specs: Sequence[object], layouts: Sequence[Layout | None]) -> dict[str, Layout]:
-    """The layouts of the inputs that are ``DTensor``s, by placeholder."""
-    return {
-        name: layout
-        for name, spec, layout in zip(captured.inputs, specs, layouts, strict=True)
-        if name is not None and layout is not None and isinstance(spec, InputSpec)
-    }
-
-
 def count_microbatches(most: int, rows: int, fits: Callable[[int], bool]) -> int:
     """Into how many microbatches a call is cut that is not differentiated: as many as divide its rows and fit.
 

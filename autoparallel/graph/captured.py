@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.graph.layers import Run
 from autoparallel.graph.python_state import PythonState
+from autoparallel.placements import Invariant, Layout
 
 
 class CaptureError(RuntimeError):
@@ -134,6 +135,36 @@ class Captured:
     def parameter_nodes(self) -> list[fx.Node]:
         """The placeholders that are parameters, in the order of the graph."""
         return [node for name, node in self.placeholders.items() if name in self.parameters]
+
+    @property
+    def input_nodes(self) -> list[fx.Node]:
+        """The placeholders that are inputs, in the order of the leaves of a call."""
+        placeholders = self.placeholders
+        return [placeholders[name] for name in self.inputs if name in placeholders]
+
+    def input_layouts(self, specs: Sequence[object], layouts: Sequence[Layout | None]) -> dict[str, Layout]:
+        """The layouts of the inputs that are ``DTensor``s, by placeholder."""
+        return {
+            name: layout
+            for name, spec, layout in zip(self.inputs, specs, layouts, strict=True)
+            if name is not None and layout is not None and isinstance(spec, InputSpec)
+        }
+
+    def output_layouts(self, mode: str, axes: int) -> list[Layout | None]:
+        """The layout in which each output must leave: whole, or None where it may stay as it is made.
+
+        Args:
+            mode: as ``Target.outputs``.
+            axes: the number of mesh axes.
+        """
+        invariant: Layout = (Invariant,) * axes
+        buffers = len(self.mutated_buffers)
+        layouts: list[Layout | None] = []
+        for i, node in enumerate(self.results):
+            whole = i < buffers or node.meta["val"].ndim == 0
+            whole = whole or mode == "gather" or (mode == "auto" and self.loss is None)
+            layouts.append(invariant if whole else None)
+        return layouts
 
     def rest_dtype(self, node: fx.Node) -> torch.dtype:
         """The dtype that a parameter has in the model."""

@@ -168,9 +168,9 @@ def require_cuttable(captured: Captured, call: Call, count: int) -> None:
         raise PlanError(f"the batch cannot be cut into {count} microbatches with the same numbers: {problem}")
 
 
-def require_chunkable(captured: Captured, call: Call, chunks: int) -> None:
+def require_chunkable(graph: fx.Graph, chunks: int) -> None:
     """Raises PlanError where the loss of a call cannot be computed in so many chunks of rows."""
-    if chunks > 1 and call.trains and captured.objective is not None and not chunkable(captured.graph):
+    if chunks > 1 and not chunkable(graph):
         raise PlanError(
             f"the loss cannot be computed in {chunks} chunks of rows: that takes a linear layer whose logits go to "
             "cross_entropy (or through log_softmax to nll_loss) with reduction 'mean' or 'sum', and which nothing else "

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import PipelinePlan
-from autoparallel.graph.calls import Call, count_microbatches, input_layouts, micro_specs, sizes_of
+from autoparallel.graph.calls import Call, count_microbatches, micro_specs, sizes_of
 from autoparallel.graph.captured import Captured
 from autoparallel.passes.adapt_captured import leave_only_loss, leave_out_logits, pad
 from autoparallel.passes.runner import Watch, ignore
@@ -31,7 +31,7 @@ def build(
     """A rank's program; of a pipeline, or of microbatches, those of all stages, the same on all ranks.
 
     Args:
-        captured: becomes the body.
+        captured: becomes the body, its vocabularies padded as the plan says.
         prefix: the name under which the mesh is bound.
         watch: is told of each pass.
         checked: whether the programs are checked and compiled, as those that run must be.
@@ -39,10 +39,11 @@ def build(
     Raises:
         PlanError: where the model cannot be run so.
     """
+    pad(captured, plan.padded)
     target = replace(request.target(prefix), checked=checked, watch=watch)
     if plan.staging is not None:
         return build_stages(captured, plan, target, call.trains)
-    return build_program(captured, plan, target, input_layouts(captured, call.specs, call.layouts))
+    return build_program(captured, plan, target, captured.input_layouts(call.specs, call.layouts))
 
 
 def adapt(
@@ -73,7 +74,8 @@ def prepare(request: Request, captured: Captured, plan: Plan, call: Call) -> Non
     """
     adapt(request, captured, call, plan.padded, plan.microbatches, plan.loss_chunks)
     require_fits(plan, captured.graph, request.axes, captured.parameters)
-    require_chunkable(captured, call, max(plan.loss_chunks, request.loss_chunks or 1))
+    if call.trains and captured.objective is not None:
+        require_chunkable(captured.graph, max(plan.loss_chunks, request.loss_chunks or 1))
     if request.stages and (plan.pipeline is None or plan.pipeline.ranks != request.stages):
         raise PlanError(f"the plan is not for a pipeline over {request.stages} ranks: plan again")
     if plan.microbatches > 1:

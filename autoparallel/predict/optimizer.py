@@ -11,8 +11,6 @@ from operator import add
 import torch
 from torch import fx, nn
 
-from autoparallel.graph.captured import Captured
-from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import ADAMW, OptimizerCost, Profile
 from autoparallel.placements import Layout
 from autoparallel.placements.redistribution import local_numel
@@ -118,18 +116,18 @@ def cost_at_rest(
 
 
 def parameter_cost(
-    captured: Captured,
     node: fx.Node,
+    dtype: torch.dtype,
     layout: Layout,
     axis_sizes: Sequence[int],
     profile: Profile,
     *,
     offloaded: bool = False,
 ) -> Kept:
-    """What a parameter of a captured graph costs each rank where it lies so between steps; see :func:`cost_at_rest`."""
-    itemsize = captured.rest_dtype(node).itemsize
-    shape, trainable = Sizes(captured.actual).shape(node), bool(node.meta["differentiable"])
-    return cost_at_rest(profile, axis_sizes, shape, layout, itemsize, trainable, offloaded)
+    """What a parameter of a captured graph costs each rank where it lies so between steps, in a dtype; see
+    :func:`cost_at_rest`."""
+    shape, trainable = node.meta["val"].shape, bool(node.meta["differentiable"])
+    return cost_at_rest(profile, axis_sizes, shape, layout, dtype.itemsize, trainable, offloaded)
 
 
 def most_brought(resting: Sequence[Kept]) -> int:

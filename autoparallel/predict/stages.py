@@ -26,8 +26,8 @@ def predict_stages(captured: Captured, plan: Plan, profile: Profile) -> Predicti
     ranks = parameter_ranks(captured, pipeline)
     for node in captured.parameter_nodes:
         name = captured.parameters[node.name]
-        layout, sizes = plan.at_rest(name), plan.axis_sizes
-        cost = parameter_cost(captured, node, layout, sizes, profile, offloaded=plan.offload_optimizer)
+        layout, dtype = plan.at_rest(name), captured.rest_dtype(node)
+        cost = parameter_cost(node, dtype, layout, plan.axis_sizes, profile, offloaded=plan.offload_optimizer)
         updates[ranks[name]] += cost
     spent = parameter_seconds(captured, plan)
     gradients = [max(0.0, all_ - update.seconds) for all_, update in zip(spent, updates, strict=True)]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.captured import Captured
+from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.bucket_collectives import Buckets
 from autoparallel.passes.chunk_loss import ChunkError
 from autoparallel.passes.find_divisors import Divisors
@@ -22,8 +23,15 @@ def lay_out(
     captured: Captured, plan: Plan, target: Target, parameters: Mapping[str, Layout], *, hoisted: bool = True
 ) -> Specification:
     """Makes a captured graph a rank's, in place, in which parameters are gathered where they are used, and inputs are
-    whole; gives what it was to become. The arguments are those of :func:`placing_passes`."""
-    passes = placing_passes(captured, plan, target, parameters, {}, hoisted=hoisted)
+    whole; gives what it was to become.
+
+    Args:
+        parameters: placeholder name to its layout.
+        hoisted: whether the gathers will be taken out of the body (see :func:`placing_passes`).
+    """
+    outputs = captured.output_layouts(target.outputs, len(plan.mesh))
+    taken_out = captured.parameters if hoisted else {}
+    passes = placing_passes(plan, target, Sizes(captured.actual), parameters, outputs, taken_out)
     return run_passes(PassList(passes, CAPTURED, {Fact.PLACED}), captured.module)[Specification]
 
 

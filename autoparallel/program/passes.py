@@ -27,28 +27,26 @@ from autoparallel.passes.verify_placements import verify_placements
 from autoparallel.pipeline.schedules import SPLIT
 from autoparallel.placements import Layout, parse_layout
 from autoparallel.plan import Plan
-from autoparallel.program.program import Target, wanted_outputs
+from autoparallel.program.program import Target
 
 
 def placing_passes(
-    captured: Captured,
     plan: Plan,
     target: Target,
-    parameters: Mapping[str, Layout],
-    inputs: Mapping[str, Layout],
-    outputs: Sequence[Layout | None] | None = None,
-    hoisted: bool = True,
+    sizes: Sizes,
+    placeholders: Mapping[str, Layout],
+    outputs: Sequence[Layout | None],
+    hoisted: Mapping[str, str],
 ) -> list[Pass]:
     """What makes of a graph on whole tensors one rank's, in which parameters are gathered where they are used.
 
     Args:
-        parameters, inputs: placeholder name to its layout.
-        outputs: the layouts in which outputs leave; unless told, those that the target wants.
-        hoisted: whether the gathers of parameters will be taken out of the body, which may go through shards that
-            differ in size; those that stay do not.
+        sizes: those of the call that is planned for.
+        placeholders: the layouts of parameters and inputs, by placeholder.
+        outputs: those in which outputs leave; None where one stays as it is made.
+        hoisted: placeholder name to parameter name, of those whose gathers will be taken out of the body, which may
+            go through shards that differ in size; those that stay do not.
     """
-    if outputs is None:
-        outputs = wanted_outputs(captured, target.outputs, len(plan.mesh))
     modes = {key: plan.modes(key) for key in plan.operators}
     return [
         # Counts the blocks of fused projections by how the plan shards them, so it comes before anything is cut.
@@ -62,12 +60,12 @@ def placing_passes(
             partial(
                 specify_program,
                 modes=modes,
-                placeholders={**parameters, **inputs},
+                placeholders=placeholders,
                 outputs=outputs,
                 axes=plan.mesh,
                 prefix=target.prefix,
-                sizes=Sizes(captured.actual),
-                parameters=captured.parameters if hoisted else {},
+                sizes=sizes,
+                parameters=hoisted,
             ),
             requires={Fact.CANONICAL, Fact.NAMED, Fact.GLOBAL, Fact.SETTLED},
             provides={Fact.SPECIFIED},
@@ -98,12 +96,14 @@ def program_passes(
     sizes = Sizes(captured.actual)
     gather = {name: p.gather for name, p in plan.parameters.items()}
     reduce = {name: p.reduce for name, p in plan.parameters.items()}
+    if outputs is None:
+        outputs = captured.output_layouts(target.outputs, len(plan.mesh))
     at_rest = {node: plan.at_rest(name) for node, name in captured.parameters.items() if name in plan.parameters}
     losses = chunkable(captured.graph) if plan.loss_chunks > 1 else []
     passes = [
         # Rewrites arguments of calls, so it comes before it is said what the calls must become.
         Pass(partial(set_device, device=target.device), requires={Fact.FLAT, Fact.GLOBAL}),
-        *placing_passes(captured, plan, target, at_rest, inputs, outputs),
+        *placing_passes(plan, target, sizes, {**at_rest, **inputs}, outputs, captured.parameters),
         Pass(
             partial(
                 hoist_parameter_chains,

@@ -16,7 +16,7 @@ from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.recompute_layers import Region
 from autoparallel.passes.runner import Watch, ignore
-from autoparallel.placements import Invariant, Layout
+from autoparallel.placements import Layout
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
 
@@ -110,21 +110,3 @@ class Target:
     overlaps: bool = True
     checked: bool = True
     watch: Watch = ignore
-
-
-def wanted_outputs(captured: Captured, mode: str, axes: int) -> list[Layout | None]:
-    """The layout that each output must have: whole, or None where it may stay as it is made.
-
-    Args:
-        mode: as ``Target.outputs``.
-        axes: the number of mesh axes.
-    """
-    invariant: Layout = (Invariant,) * axes
-    buffers = len(captured.mutated_buffers)
-    layouts: list[Layout | None] = []
-    for i, node in enumerate(captured.graph.output_node().args[0]):  # type: ignore[arg-type]
-        assert isinstance(node, fx.Node)
-        whole = i < buffers or node.meta["val"].ndim == 0
-        whole = whole or mode == "gather" or (mode == "auto" and captured.loss is None)
-        layouts.append(invariant if whole else None)
-    return layouts

@@ -17,9 +17,8 @@ from autoparallel.decisions.frontier import Frontier, Tried, frontier_of
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.decisions.prediction import Prediction
-from autoparallel.graph.calls import Call, input_layouts, micro_specs, sizes_of
+from autoparallel.graph.calls import Call, micro_specs, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec
-from autoparallel.passes.adapt_captured import pad
 from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.cut_stages import staged_nodes
 from autoparallel.passes.recompute_layers import checkpointed_layers, find_layers
@@ -63,7 +62,8 @@ class Evaluator:
         self.captured = captured
         if request.stages or (request.loss_chunks or 1) > 1:
             self.captured = self._adapted_graph()
-            require_chunkable(self.captured, call, request.loss_chunks or 1)
+            if call.trains and self.captured.objective is not None:
+                require_chunkable(self.captured.graph, request.loss_chunks or 1)
         self._outcomes: dict[Candidate, Outcome] = {}
         self._graphs: dict[Hashable, Captured] = {}
         self._subjects: dict[Candidate, Subject] = {}
@@ -109,7 +109,9 @@ class Evaluator:
         """Bytes of a rank's share of the optimizer's states."""
         captured, sizes, profile = self.captured, self.request.sizes, self.request.profile
         whole = (Invariant,) * len(sizes)
-        costs = [parameter_cost(captured, node, whole, sizes, profile) for node in captured.parameter_nodes]
+        costs = [
+            parameter_cost(node, captured.rest_dtype(node), whole, sizes, profile) for node in captured.parameter_nodes
+        ]
         return sum(cost.states for cost in costs) / math.prod(sizes)
 
     def closed_means(self, plan: Plan) -> list[str]:
@@ -160,7 +162,7 @@ class Evaluator:
                         if (problem := self._problems.get(alike)) is None:
                             subject = self._subject(candidate)
                             self._require_open_batch(subject, candidate.preset)
-                            inputs = input_layouts(subject.captured, self.call.specs, self.call.layouts)
+                            inputs = subject.captured.input_layouts(self.call.specs, self.call.layouts)
                             space = SearchSpace(subject, candidate.preset, self.settled.at_rest, inputs)
                             problem = self._problems[alike] = Problem(space)
                         plan = cheapest(problem, candidate.limit, candidate.room, sparing=candidate.sparing)
@@ -272,12 +274,11 @@ class Evaluator:
         key = id(plan.operators), tuple(plan.recompute.items()), plan.means, exactly
         graph = self._graph(Candidate(plan.origin, microbatches=plan.microbatches))
         if key not in self._forecasts:
-            forecast = None if exactly else extrapolated(graph, plan, self.predict, self._short)
+            forecast = None if exactly else extrapolated(graph, plan, lambda *about: self._make(*about)[1], self._short)
             if forecast is None and not exactly:
                 forecast = self.forecast(plan, exactly=True)
             elif forecast is None:
-                program = self._program(graph.copy(), plan)
-                prediction = predict(program, plan, self.request.profile)
+                program, prediction = self._make(graph.copy(), plan)
                 self._exact.append((plan, (program, prediction)))
                 forecast = Forecast.of(prediction)
             self._forecasts[key] = plan, forecast
@@ -304,13 +305,10 @@ class Evaluator:
             (first if is_chosen else tried).append(plan.tried(seconds, memory))
         return frontier_of([*first, *tried], self.request.memory_limit) if tried or first else None
 
-    def predict(self, graph: Captured, plan: Plan) -> Prediction:
-        """What the program that a plan makes of a graph, which is used up, is predicted to cost."""
-        return predict(self._program(graph, plan), plan, self.request.profile)
-
-    def _program(self, graph: Captured, plan: Plan) -> LocalProgram:
-        pad(graph, plan.padded)
-        return build(self.request, graph, plan, self.call, "mesh0", checked=False).programs[0]
+    def _make(self, graph: Captured, plan: Plan) -> tuple[LocalProgram, Prediction]:
+        """The program that a plan makes of a graph, which is used up, unchecked, and what it is predicted to cost."""
+        program = build(self.request, graph, plan, self.call, "mesh0", checked=False).programs[0]
+        return program, predict(program, plan, self.request.profile)
 
 
 def _reduction(parameter: ParameterPlan) -> str:

@@ -21,7 +21,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autoparallel.comm.world import mesh_text
 from autoparallel.decisions.parameters import ParameterPlan, PlanError, matching
-from autoparallel.graph.captured import Captured
 from autoparallel.placements import Layout, format_layout, parse_layout
 from autoparallel.plan import Plan
 from autoparallel.planner.calls.options import Option
@@ -90,16 +89,18 @@ class ResolvedPins:
         PlanError: for a pattern that nothing matches, or a pin that does not fit the mesh.
     """
 
-    def __init__(self, pins: Pins, captured: Captured, axes: Sequence[tuple[str, int]]) -> None:
+    def __init__(
+        self, pins: Pins, graph: fx.Graph, parameters: Mapping[str, str], axes: Sequence[tuple[str, int]]
+    ) -> None:
         self.plan, self.excluded = pins.plan, pins.excluded
-        self.parameters = captured.parameters
+        self.parameters = parameters
         self.freed: list[str] = []
         self._pins: dict[fx.Node, list[Pin]] = {}
         if pins.plan is not None and tuple(pins.plan.mesh) != tuple(axes):
             raise PlanError(f"the pinned plan is for the mesh {mesh_text(pins.plan.mesh)}, not for {mesh_text(axes)}")
-        nodes = captured.placeholders
-        named = {name: nodes[placeholder] for placeholder, name in captured.parameters.items()}
-        modules = results_of_modules(captured.graph) if pins.pins else {}
+        nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        named = {name: nodes[placeholder] for placeholder, name in parameters.items()}
+        modules = results_of_modules(graph) if pins.pins else {}
         for pin in pins.pins:
             if len(pin.placements) != len(axes):
                 mesh = ", ".join(name for name, _ in axes)

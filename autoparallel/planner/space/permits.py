@@ -47,9 +47,9 @@ class Permits:
         captured, request, size = subject.captured, subject.request, subject.size
         self.captured, self.axis_sizes, self.size, self.pinned = captured, request.sizes, size, pinned
         self.constraints = request.constraints(preset)
-        self.pins = ResolvedPins(request.pins, captured, request.axes)
+        self.pins = ResolvedPins(request.pins, captured.graph, captured.parameters, request.axes)
         self.experts = experts_of(captured.graph, captured.parameters, self.constraints, self.axis_sizes, size)
-        self.sequence = sequence_factors(captured, self.constraints, self.axis_sizes, size)
+        self.sequence = sequence_factors(captured.input_nodes, self.constraints, self.axis_sizes, size)
         self.chunked = {head.loss for head in subject.heads}
 
     def allows(self, node: fx.Node, rule: Rule | None, ways: Sequence[Typed], way: Typed, axis: int) -> bool:

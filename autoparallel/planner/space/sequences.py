@@ -13,24 +13,24 @@ from collections.abc import Sequence
 from torch import fx
 
 from autoparallel.decisions.parameters import PlanError
-from autoparallel.graph.captured import Captured
 from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.mark_batch import follow_dims
 from autoparallel.planner.request.presets import Constraints
 
 
 def sequence_factors(
-    captured: Captured, constraints: Constraints, axis_sizes: Sequence[int], size: Sizes
+    inputs: Sequence[fx.Node], constraints: Constraints, axis_sizes: Sequence[int], size: Sizes
 ) -> dict[fx.Node, tuple[str, ...]]:
     """The factors of each operator that run over the sequence; none for a preset that does not shard it.
+
+    Args:
+        inputs: the placeholders of a graph that are inputs.
 
     Raises:
         PlanError: where no input has a sequence, or it does not divide.
     """
     if not constraints.sequence:
         return {}
-    nodes = captured.placeholders
-    inputs = [nodes[name] for name in captured.inputs if name is not None]
     tokens = [n for n in inputs if n.meta["val"].ndim == 2 and not n.meta["val"].is_floating_point()]
     rows = tokens or [n for n in inputs if n.meta["val"].ndim == 3]
     if not rows:
@@ -44,4 +44,4 @@ def sequence_factors(
             f"a sequence of {length} does not divide by the {ranks} ranks of the mesh axis that "
             "plan='context_parallel' shards it over: pad it, or use another plan"
         )
-    return follow_dims(captured.graph, {n: {1} for n in inputs if size.shape(n)[1:2] == (length,)})
+    return follow_dims(rows[0].graph, {n: {1} for n in inputs if size.shape(n)[1:2] == (length,)})

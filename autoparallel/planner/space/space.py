@@ -19,7 +19,6 @@ from autoparallel.planner.request.presets import Constraints
 from autoparallel.planner.space.permits import Permits
 from autoparallel.planner.space.subject import Subject
 from autoparallel.predict.optimizer import parameter_cost
-from autoparallel.program.program import wanted_outputs
 from autoparallel.rules import operator_name, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.ways import call_modes
@@ -57,7 +56,7 @@ class SearchSpace:
         self.searched, self.open = subject.searched, subject.open
         self.mesh, self.axis_sizes = request.axes, request.sizes
         self.preset = preset or request.origin
-        self.outputs = wanted_outputs(subject.captured, request.outputs, len(request.axes))
+        self.outputs = subject.captured.output_layouts(request.outputs, len(request.axes))
         self.pinned, self.input_layouts = pinned or {}, input_layouts or {}
         self.permits = Permits(subject, preset, self.pinned.keys())
         self.constraints, self.pins = self.permits.constraints, self.permits.pins
@@ -147,12 +146,10 @@ class SearchSpace:
             layouts, gathers = self.permits.at_rest(node)
         else:
             layouts, gathers = [parse_layout(pinned.at_rest)], [pinned.gather]
-        options = []
+        options, dtype = [], self.captured.rest_dtype(node)
         for layout in layouts:
             sharded = any(p.kind == "S" for p in layout)
-            rest = parameter_cost(
-                self.captured, node, layout, self.axis_sizes, self.profile, offloaded=subject.offloads
-            )
+            rest = parameter_cost(node, dtype, layout, self.axis_sizes, self.profile, offloaded=subject.offloads)
             seconds, held = rest.seconds / subject.microbatches, rest.bytes / subject.stages
             options += [Option((), (), layout, seconds, held, gather=g) for g in (gathers if sharded else ["per_step"])]
         return options

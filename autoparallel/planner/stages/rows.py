@@ -201,15 +201,15 @@ class RowPricer:
         While a schedule runs, gradients are added up in the layout in which they are made, beside what lies at rest.
         """
         name, subject = self.captured.parameters[x.name], self.subject
-        layout, itemsize = self.plan.at_rest(name), self.captured.rest_dtype(x).itemsize
-        rest = parameter_cost(self.captured, x, layout, self.sizes, subject.profile, offloaded=subject.offloads)
+        layout, dtype = self.plan.at_rest(name), self.captured.rest_dtype(x)
+        rest = parameter_cost(x, dtype, layout, self.sizes, subject.profile, offloaded=subject.offloads)
         at_rest = rest.parameter
         if not x.meta["differentiable"]:
             return float(at_rest), float(at_rest)
-        sums = max(itemsize, 4) * local_numel(size.shape(x), layout, self.sizes)
+        sums = max(dtype.itemsize, 4) * local_numel(size.shape(x), layout, self.sizes)
         gathered = 0
         if used is not None and math.prod(size.shape(by)) == math.prod(size.shape(x)):
-            sums = max(itemsize, 4) * local_numel(size.shape(by), dual_layout(used), self.sizes)
+            sums = max(dtype.itemsize, 4) * local_numel(size.shape(by), dual_layout(used), self.sizes)
             held = x.meta["val"].element_size() * local_numel(size.shape(by), used, self.sizes)
             gathered = held if held > at_rest and self.plan.parameters[name].gather != "per_use" else 0
         return float(rest.bytes + max(0, sums - at_rest) + gathered), float(at_rest + sums + gathered)

@@ -60,9 +60,9 @@ def batch_axes(captured: Captured) -> tuple[int, ...]:
             if "redistribution" in user.meta:
                 follow(user)
 
-    nodes = captured.placeholders
-    inputs = [nodes[name] for name in captured.inputs if name in nodes]
-    first = next((x for x in inputs if isinstance(x.meta["val"], torch.Tensor) and x.meta["val"].ndim), None)
+    first = next(
+        (x for x in captured.input_nodes if isinstance(x.meta["val"], torch.Tensor) and x.meta["val"].ndim), None
+    )
     if first is not None:
         follow(first)
     return tuple(sorted(axes))
