@@ -63,7 +63,7 @@ def pad(captured: Captured, rows: Mapping[str, int], watch: Watch = ignore) -> N
 def leave_only_loss(captured: Captured) -> None:
     """Detaches what a pipeline does not differentiate: everything but its loss."""
     loss = captured.objective
-    if loss is not None and captured.flowing != [loss]:
+    if loss is not None and not captured.flows_from_loss_alone:
         findings = run_passes(leaving_passes(len(captured.mutated_buffers), loss), captured.module)
         captured.detached = [*captured.detached, *findings[Detached].outputs]
         captured.flowing = [loss]

@@ -189,6 +189,11 @@ class Captured:
             return self.loss
         return self.flowing[0] if is_loss(self.results[self.flowing[0]]) else None
 
+    @property
+    def flows_from_loss_alone(self) -> bool:
+        """Whether nothing but the loss is differentiated, where that is known."""
+        return self.objective is not None and self.flowing == [self.objective]
+
     @cached_property
     def own_outputs(self) -> frozenset[int]:
         """The indices of the outputs whose memory is no input's and no other output's, whatever the plan."""

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 from autoparallel.decisions.decisions import RECOMPUTED, Estimate
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
-from autoparallel.graph.fingerprint import fingerprint
 from autoparallel.placements import format_layout
 from autoparallel.plan import Plan
 from autoparallel.planner.axis_pairs import minimise_by_pairs
@@ -67,7 +66,7 @@ def cheapest(problem: Problem, memory_limit: float | None = None, room: float = 
     return Plan(
         mesh=space.mesh,
         origin=space.preset,
-        fingerprint=fingerprint(space.captured.graph),
+        fingerprint=space.subject.fingerprint,
         operators=operators,
         shared=shared,
         parameters=parameters,

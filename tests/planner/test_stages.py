@@ -60,8 +60,8 @@ WIDTHS = (64, 256, 256, 64, 64, 64, 512, 64)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_no_other_cuts_have_a_faster_slowest_stage(ranks: int) -> None:
     found = planner(Uneven(*WIDTHS), 64, ranks)
-    rows = found.pricer.rows(found.captured.actual)
-    cuts = found._cut(rows, [], "1f1b", ranks, 2 * ranks)
+    line = found._line(1, 1)
+    rows, cuts = line.rows, found._cut(line, "1f1b", ranks, 2 * ranks)
     moved, seconds = rows.crossing, rows.forward + rows.backward[0]
 
     def slowest(places: tuple[int, ...]) -> float:

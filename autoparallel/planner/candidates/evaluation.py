@@ -60,7 +60,7 @@ class Evaluator:
     def __init__(self, request: Request, captured: Captured, call: Call, settled: Settled = Settled()) -> None:  # noqa: B008 - frozen
         self.request, self.call, self.settled = request, call, settled
         self.captured = captured
-        if request.stages or (request.loss_chunks or 1) > 1:
+        if request.stages and not captured.flows_from_loss_alone or (request.loss_chunks or 1) > 1:
             self.captured = self._adapted_graph()
             if call.trains and self.captured.objective is not None:
                 require_chunkable(self.captured.graph, request.loss_chunks or 1)

@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import Profile
+from autoparallel.passes.adapt_captured import leave_only_loss
 from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.candidates.proposals import proposals
 from autoparallel.planner.fits import returns_loss_alone, unable
@@ -211,6 +213,13 @@ class MeshSearch:
                 searched = THRESHOLDS.pipelines
             before = least
 
+    @cached_property
+    def _loss_alone(self) -> Captured:
+        """The graph as all pipelines have it."""
+        captured = self.captured.copy()
+        leave_only_loss(captured)
+        return captured
+
     def _smallest(self, alternatives: Sequence[Alternative]) -> Alternative | None:
         return min(alternatives, key=lambda a: a.order(self.capacity), default=None)
 
@@ -218,7 +227,7 @@ class MeshSearch:
         """What a mesh costs; of one without a pipeline that cannot cost less than ``below`` seconds, what a plan costs
         that need not fit."""
         request = self.request.on(mesh)
-        evaluator = Evaluator(request, self.captured, self.call)
+        evaluator = Evaluator(request, self._loss_alone if request.stages else self.captured, self.call)
         try:
             outcome = evaluator.best(proposals(evaluator, thorough=not request.stages, below=below))
             plan = outcome.require()

@@ -8,6 +8,7 @@ from functools import cached_property
 from torch import fx
 
 from autoparallel.graph.captured import Captured
+from autoparallel.graph.fingerprint import fingerprint
 from autoparallel.graph.layers import layer_of
 from autoparallel.passes.raise_row_views import Head, find_heads
 from autoparallel.passes.recompute_layers import checkpointed_layers, kept_in_layers
@@ -63,6 +64,11 @@ class Subject:
     def saved_tensors(self) -> Kept:
         """What the backward finds of each node."""
         return kept_parts(self.captured.graph, self.size, self.loss_chunks)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The digest of the graph, which plans are told by."""
+        return fingerprint(self.captured.graph)
 
     def parts(self, node: fx.Node) -> tuple[float, float, float]:
         """Bytes that the backward finds of each byte of a node; and where all but the products of its layer runs again,

@@ -19,6 +19,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -114,12 +115,11 @@ class StagePlanner:
         best: PipelinePlan | None = None
         reasons: list[str] = []
         for count in counts:
-            rows = self._rows(counts[0], count)
-            steps = steps_of(rows)
+            line = self._line(counts[0], count)
             for schedule, per_rank in self._choices(request):
                 try:
                     require_schedule(schedule, self.ranks, per_rank, count)
-                    pipeline, again = self._plan(rows, steps, schedule, per_rank, count, request.cuts)
+                    pipeline, again = self._plan(line, schedule, per_rank, count, request.cuts)
                     if best is None or _least_seconds(pipeline) < best.seconds:
                         timeline = pipeline.played()
                         pipeline = replace(pipeline, seconds=timeline.seconds, bubble=timeline.bubble)
@@ -141,13 +141,14 @@ class StagePlanner:
             PlanError: where it does not fit.
         """
         assert pipeline.schedule is not None and pipeline.microbatches is not None
-        rows, per_rank = self._rows(1, 1), pipeline.stages_per_rank or 1
-        return self._plan(rows, steps_of(rows), pipeline.schedule, per_rank, pipeline.microbatches, pipeline.cuts)[0]
+        line, per_rank = self._line(1, 1), pipeline.stages_per_rank or 1
+        return self._plan(line, pipeline.schedule, per_rank, pipeline.microbatches, pipeline.cuts)[0]
 
-    def _rows(self, planned: int, count: int) -> Rows:
-        """What operators cost in so many microbatches, where the graph has the sizes of another number."""
+    def _line(self, planned: int, count: int) -> _Line:
+        """The operators in so many microbatches, where the graph has the sizes of another number."""
         actual = self.captured.actual
-        return self.pricer.rows({**actual, **{s: actual[s] * planned // count for s in self.captured.batches}})
+        rows = self.pricer.rows({**actual, **{s: actual[s] * planned // count for s in self.captured.batches}})
+        return _Line(rows, steps_of(rows), np.array([0, *self._places(rows), len(rows.nodes)]))
 
     def _choices(self, request: Pipeline) -> Iterator[tuple[str, int]]:
         if request.schedule is None:
@@ -162,18 +163,12 @@ class StagePlanner:
         yield request.schedule, request.stages_per_rank or usual
 
     def _plan(
-        self,
-        rows: Rows,
-        steps: Sequence[Step],
-        schedule: str,
-        per_rank: int,
-        count: int,
-        cuts: tuple[str, ...] | None,
+        self, line: _Line, schedule: str, per_rank: int, count: int, cuts: tuple[str, ...] | None
     ) -> tuple[PipelinePlan, dict[str, str]]:
         """A pipeline of this kind, not played through yet, and which layers run again in its backward."""
-        stages = per_rank * self.ranks
+        rows, steps, stages = line.rows, line.steps, per_rank * self.ranks
         if cuts is None:
-            starts = self._cut(rows, steps, schedule, stages, count)
+            starts = self._cut(line, schedule, stages, count)
         else:
             if len(cuts) + 1 != stages:
                 raise PlanError(f"{len(cuts)} cuts make {len(cuts) + 1} stages, the schedule needs {stages}")
@@ -293,21 +288,20 @@ class StagePlanner:
 
     # -- cutting ----------------------------------------------------------------------------------------------------
 
-    def _cut(self, rows: Rows, steps: Sequence[Step], schedule: str, stages: int, count: int) -> list[int]:
+    def _cut(self, line: _Line, schedule: str, stages: int, count: int) -> list[int]:
         """The numbers of the rows with which the stages but the first begin."""
+        rows, places, points = line.rows, line.places, line.points
         layers = sum(map(bool, rows.reads))
         if layers < stages:
             raise PlanError(
                 f"{stages} stages are more than the {layers} operators with parameters that the model has: use fewer "
                 "ranks on the pipeline's axis, or fewer stages per rank"
             )
-        places = np.array([0, *self._places(rows), len(rows.nodes)])
         ranks = [rank_of_stage(schedule, self.ranks, stage) for stage in range(stages)]
         flight = in_flight(schedule, self.ranks, stages, count)
         used = _sums(np.array([bool(reads) for reads in rows.reads], dtype=float), places)
         spans = np.where(used[None, :] > used[:, None], 0.0, np.inf)  # by begin and end, as all tables below
         passing = np.where((places > 0) & (places < len(rows.nodes)), 2 * rows.crossing[places], 0.0)
-        points = _points(rows, steps, places)
 
         def costs(limit: float) -> list[Array]:
             """What each stage costs from each place to each, in a part of its rank's memory."""
@@ -391,6 +385,25 @@ class _Point:
     resting: Array
     activations: Array
     moment: Array
+
+
+@dataclass(frozen=True)
+class _Line:
+    """The operators of one count of microbatches, for pipelines of every kind.
+
+    Attributes:
+        steps: how layers save more and more.
+        places: where a stage may begin or end, as numbers of rows.
+    """
+
+    rows: Rows
+    steps: list[Step]
+    places: npt.NDArray[np.intp]
+
+    @cached_property
+    def points(self) -> list[_Point]:
+        """What stages take between the places."""
+        return _points(self.rows, self.steps, self.places)
 
 
 def _sums(values: Array, places: npt.NDArray[np.intp]) -> Array:
