@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autoparallel.comm import ranges
-from autoparallel.comm.collectives import apply, arriving_shape, is_traced, start_transfers, transposed
+from autoparallel.comm.collectives import apply, arriving_shape, is_traced, redistribute, start_transfers, transposed
 from autoparallel.placements import ACTIONS, COLLECTIVES, parse_placement
 
 Started = tuple[Tensor, Tensor]
@@ -47,7 +46,7 @@ def start_redistribution(x: Tensor, src: str, dst: str, group: str) -> Started:
 def finish_redistribution(started: Started, src: str, dst: str, group: str) -> Tensor:
     """What a redistribution that was begun between the same placements has made.
 
-    It can be differentiated once; a second derivative raises.
+    Where its backward is to be differentiated, that is a redistribution that waits at once.
     """
     finished: Tensor = _Finish.apply(*started, src, dst, group)
     return finished
@@ -62,7 +61,6 @@ class _Start(torch.autograd.Function):
         return start_transfer(x, src, dst, group) if sends(src, dst) else x.new_empty(0), x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, ticket: Tensor | None, grad: Tensor | None) -> Any:
         if ticket is None:  # nothing is sent, or nothing is differentiated
             return grad, None, None, None
@@ -78,11 +76,12 @@ class _Finish(torch.autograd.Function):
         return finish_transfer(ticket, x.shape, src, dst, group) if sends(src, dst) else apply(x, src, dst, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is None:
             return None, None, None, None, None
         src, dst, group = ctx.spec
+        if torch.is_grad_enabled():  # tickets are not differentiable
+            return None, ranges.in_backward(ctx.module, redistribute, grad, src, dst, group), None, None, None
         if sends(src, dst):
             return ranges.in_backward(ctx.module, start_transfer, grad, src, dst, group), None, None, None, None
         return None, ranges.in_backward(ctx.module, apply, grad, src, dst, group), None, None, None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from autoparallel.comm.collectives import all_reduce
 from autoparallel.comm.groups import axis_index
@@ -105,6 +106,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         return (totals[0].log() - totals[1]).where(valid, 0).sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if grads[0] is None:
             return None, None, None, None, None

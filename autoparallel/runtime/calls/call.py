@@ -107,7 +107,7 @@ def _deliver(
         NotKept(f"output {i - count} of the model", left_out) if i in captured.left_out else x
         for i, x in enumerate(results)
     ]
-    delivery = Delivery(store, _weigh(captured, values, call, store.window), kind.runner.used)
+    delivery = Delivery(store, _weigh(captured, values, call, store.window), kind.runner.used, kind.runner.why_once)
     for i in range(count, len(values)):
         if isinstance(values[i], torch.Tensor) and values[i].requires_grad:
             values[i] = Outputs.apply(delivery, values[i], i in captured.own_outputs)

@@ -123,6 +123,14 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         bucket: ParameterBucket = ctx.bucket
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True is not supported for gradients of parameters, such as "
+                f"{bucket.bucket.chains[0].name}: what reduces them over ranks has no graph\nWhat to change: ask for "
+                "the gradients of inputs alone (torch.autograd.grad(out, x, create_graph=True)), or take it on the "
+                "plain model."
+            )
+        bucket.store.begin_backward()
         chains = bucket.bucket.chains
         uses = len(chains[0].uses)
         rows = [grads[i : i + uses] for i in range(0, len(grads), uses)]

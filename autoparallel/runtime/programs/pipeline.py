@@ -121,7 +121,13 @@ class PipelineRunner:
 
     Attributes:
         scaler: what scales the loss, if anything: gradients are computed with its scale, and handed out without it.
+        why_once: why its loss can be differentiated once only.
     """
+
+    why_once = (
+        "microbatches compute their gradients in the forward\nWhat to change: plan it without a pipeline and with "
+        "microbatches=1"
+    )
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from autoparallel.program.program import LocalProgram
 from autoparallel.runtime.gradients.accumulation import Weight
 from autoparallel.runtime.gradients.buckets import ParameterBucket, RegatherHooks, gather_ahead
 from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.programs.derivatives import why_once
 
 
 class Runner:
@@ -67,6 +69,14 @@ class Runner:
                     graph.add_submodule(node.target, self.modules[node.target])
             graph.graph.lint()
             graph.recompile()
+
+    @cached_property
+    def why_once(self) -> str:
+        """Why what the program computes can be differentiated once only; empty where it can be twice."""
+        if self.body is not self.program.body:
+            return 'it is compiled\nWhat to change: compile(backend="eager")'
+        inputs = any(node.meta.get("differentiable") for node in self.captured.input_nodes)
+        return why_once(self.program) if inputs else ""  # of parameters, buckets say why
 
     def require_fits(self, call: Call) -> None:
         """Raises ValueError when a call's sizes cannot be cut as the program cuts them."""
@@ -124,12 +134,23 @@ class Delivery:
         store: where gradients go; the window of ``accumulate()`` that it has now is the call's.
         weight: what the call weighs there.
         used: the names of the parameters that the call used.
+        why_once: why they can be differentiated once only; empty where they can be twice.
     """
 
-    def __init__(self, store: GradientStore, weight: Weight, used: Sequence[str]) -> None:
+    def __init__(self, store: GradientStore, weight: Weight, used: Sequence[str], why_once: str) -> None:
         self._store, self._window, self._weight = store, store.window, weight
-        self._weighed = False
+        self._weighed, self._why_once = False, why_once
         self._used, self._versions = used, store.versions(used)
+
+    def require_twice(self) -> None:
+        """Raises RuntimeError where a backward whose own derivatives are asked for would give other ones."""
+        why = self._why_once
+        if self._window is not None:
+            why = "accumulate() divides gradients later\nWhat to change: take it outside of the window"
+        if why:
+            raise RuntimeError(
+                f"create_graph=True: a second derivative cannot be taken through this compiled model, because {why}"
+            )
 
     def weighted(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient of an output as it enters the program."""
@@ -172,10 +193,7 @@ class Outputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "backward(create_graph=True) through a model compiled by autoparallel is not supported: a second "
-                "derivative would be taken of one rank's part only.\nWhat to change: compute it on the plain model."
-            )
+            ctx.delivery.require_twice()
         (grad,) = grads
         if isinstance(grad, DTensor):  # something made of the parameters was added to the output
             grad = grad.full_tensor()
