@@ -1,8 +1,8 @@
 """The caches of generation that a model of transformers makes in every call, unless its configuration forbids it.
 
-A step of training or evaluation needs none, and no program can return one: its class decides how it grows.  Where a
-call does not ask for a cache, the traced copy of a model makes none; one that a model returns all the same is left out,
-as if ``use_cache=False`` had been passed.
+A step of training or evaluation needs none.  Where a call does not ask for a cache, the traced copy of a model makes
+none; one that a model returns all the same is left out, as if ``use_cache=False`` had been passed.  One that is asked
+for is carried out where it can be (see ``graph.caches``).
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from typing import Any
 from torch import nn
 from torch.utils import _pytree as pytree
 
-ASKING = ("use_cache", "past_key_values", "cache_params")
+ASKING = ("use_cache", "cache", "past_key_values", "cache_params")
 """The arguments by which a call asks for a cache, or brings one."""
 
-CURE = "leave the cache to a plain copy of the model, and call this one without use_cache=True and past_key_values"
+CURE = (
+    "a DynamicCache without sliding windows is carried out, any other is left to a plain copy of the model: call this "
+    "one without use_cache=True and past_key_values"
+)
 
 _LIBRARIES = ("transformers.", "peft.")
 

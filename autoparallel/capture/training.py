@@ -15,6 +15,7 @@ from autoparallel import _torch
 from autoparallel.capture.caches import CURE, asks_for_cache, without_caches
 from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.data_access import DataAccess
+from autoparallel.graph.caches import caches_in, release, tensors_in
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.nesting import flatten
 from autoparallel.graph.python_state import is_plain
@@ -118,7 +119,7 @@ class Training(nn.Module):
                 torch._check(inputs[first].shape[dim] == inputs[other].shape[its])
         for number, earlier in self.twins:
             inputs[number] = inputs[earlier]
-        args, kwargs = pytree.tree_unflatten(inputs, nesting)
+        args, kwargs = release(pytree.tree_unflatten(inputs, nesting))
         before, now = self.findings.registered, dict(_torch.tensors.named_tensors(self.model))
         exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
         with self.recorder, DataAccess(), exchange:
@@ -143,7 +144,15 @@ class Training(nn.Module):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = _cast((args, kwargs), self.input_dtype)
+        grown = [(cache, tensors_in(cache)) for cache in caches_in((args, kwargs))]
         outputs = self.model(*args, **kwargs)
+        returned = {id(cache) for cache in caches_in(outputs)}
+        for cache, before in grown:
+            if id(cache) not in returned and list(map(id, tensors_in(cache))) != list(map(id, before)):
+                raise CaptureError(
+                    f"the {type(cache).__name__} that is handed in grows in the call, and is not returned\n"
+                    "What to change: call the model with use_cache=True"
+                )
         if not asks_for_cache(self.model.forward, args, kwargs):
             outputs = without_caches(outputs)
         return _cast(outputs, self.output_dtype)

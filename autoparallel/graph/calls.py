@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -32,6 +32,7 @@ class Call:
         structure: the number of the model's set of submodules, of which one may be replaced between calls, and of
             buffers that are one tensor.
         autocast: the dtype of ``torch.autocast`` around it; None outside.
+        caches: the caches of generation that are handed in, which become what the call makes of them.
     """
 
     leaves: tuple[Any, ...]
@@ -46,6 +47,7 @@ class Call:
     hooks: Hashable = ()
     structure: int = 0
     autocast: torch.dtype | None = None
+    caches: tuple[Any, ...] = field(default=(), compare=False)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:

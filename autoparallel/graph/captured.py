@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.graph.caches import HeldCache
 from autoparallel.graph.layers import Run
 from autoparallel.graph.python_state import PythonState
 from autoparallel.placements import Invariant, Layout
@@ -255,6 +256,11 @@ class Captured:
         """Whether a leaf of the outputs is a size of the call."""
         leaves = [*self.outputs, *(leaf for _, parts in self.attributes.values() for leaf in parts)]
         return any(isinstance(leaf, Size) for leaf in leaves)
+
+    @cached_property
+    def returns_caches(self) -> bool:
+        """Whether caches of generation are among the outputs."""
+        return HeldCache.__name__ in str(self.output_spec)
 
     def copy(self) -> Captured:
         """The same graph once more, for another program to be made of."""

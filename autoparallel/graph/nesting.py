@@ -11,11 +11,21 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from autoparallel.graph.caches import grows, hold
 
-def flatten(values: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of nested values; dataclasses of tensors and ``UserDict``s, as transformers' ``BatchEncoding`` is, are
-    made known to torch at their first sight, so that their tensors are leaves."""
+
+def flatten(values: Any, caches: list[Any] | None = None) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of nested values.
+
+    Dataclasses of tensors and ``UserDict``s, as transformers' ``BatchEncoding`` is, are made known to torch at their
+    first sight, and caches of generation are containers, so that their tensors are leaves.
+
+    Args:
+        caches: takes the caches, which are numbered then (see ``caches.hold``).
+    """
     leaves, spec = pytree.tree_flatten(values)
+    if any(map(grows, leaves)):
+        return flatten(hold(values, caches))
     unknown = {type(leaf) for leaf in leaves if _holds_tensors(leaf)}
     for kind in unknown:
         if issubclass(kind, UserDict):
@@ -23,7 +33,7 @@ def flatten(values: Any) -> tuple[list[Any], pytree.TreeSpec]:
             pytree.register_pytree_node(kind, _items_of, make, flatten_with_keys_fn=_keyed_items_of)
         else:
             torch.export.register_dataclass(kind)
-    return flatten(values) if unknown else (leaves, spec)
+    return flatten(values, caches) if unknown else (leaves, spec)
 
 
 def _holds_tensors(leaf: Any) -> bool:

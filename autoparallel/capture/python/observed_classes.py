@@ -51,8 +51,9 @@ def release(subject: Any) -> None:
 
 
 def written_to(cls: type) -> list[str]:
-    """What has been set on a class of ours since it was made; nothing for another."""
-    return [name for name in vars(cls) if name not in _BODIES[cls]] if cls in _BODIES else []
+    """What has been set on a class of ours since it was made, but for what ``copy`` finds out of it; nothing for
+    another."""
+    return [name for name in vars(cls) if name not in {*_BODIES[cls], "__slotnames__"}] if cls in _BODIES else []
 
 
 def _observed_class(cls: type) -> type:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from autoparallel._torch.tensors import storage_mark
 from autoparallel.comm.groups import settle
 from autoparallel.comm.waiting import note_raised
+from autoparallel.graph.caches import release
 from autoparallel.graph.calls import Call, sizes_of
 from autoparallel.graph.captured import Captured, leaf_value
 from autoparallel.graph.lines import place_of_error
@@ -124,7 +125,8 @@ def _deliver(
         value = pytree.tree_unflatten([leaf_value(leaf, values, sizes) for leaf in parts], spec)
         setattr(holder_of(plain, path), attribute, value)
     leaves = [leaf_value(leaf, values, sizes) for leaf in captured.outputs]
-    return pytree.tree_unflatten(leaves, captured.output_spec)
+    outputs = pytree.tree_unflatten(leaves, captured.output_spec)
+    return release(outputs, call.caches) if captured.returns_caches else outputs
 
 
 def _weigh(captured: Captured, values: Sequence[Any], call: Call, window: Any) -> Weight:

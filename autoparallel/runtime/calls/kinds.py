@@ -263,7 +263,9 @@ class Kinds:
         """Keeps sizes and numbers of a call where they tell what is open, and dims that share a length, from others."""
         specs = without_numbers(call.specs)
         forms, new = self._forms.setdefault(self._form(call), []), changing_of(specs)
-        if not forms or opened(specs, [*forms, new]) != opened(specs, [*forms, forms[-1]]):
+        # A size of 0 or 1 opens nothing, so what comes after it must be kept for the one after that.
+        grows = any(max(sizes) <= 1 < size for size, *sizes in zip(new, *forms, strict=True) if sizes)
+        if not forms or grows or opened(specs, [*forms, new]) != opened(specs, [*forms, forms[-1]]):
             forms.append(new)
 
     def _add(self, kind: Kind, key: Key, call: Call, what: str, why: str, started: float) -> None:

@@ -54,7 +54,8 @@ class CallReader:
                 "What to change: transform inside of the model's forward, or the plain model (model.whole())."
             )
         with_target = self.has_loss_fn and len(args) > 0 and self._binds(args[:-1], kwargs)
-        leaves, in_spec = flatten((args, kwargs))
+        caches: list[Any] = []
+        leaves, in_spec = flatten((args, kwargs), caches)
         mesh = self.kinds.maker.mesh
         modules = submodules(self.plain)
         listed = [p for m in modules for p in m._parameters.values() if p is not None]
@@ -89,7 +90,7 @@ class CallReader:
         trainable = tuple([p.requires_grad for p in {id(p): p for p in listed}.values()])
         call = Call(
             tuple(local), tuple(specs), tuple(layouts), in_spec, batch, with_target, training, trainable,
-            torch.is_grad_enabled(), hooks_of(modules), self.kinds.structure_of(modules), autocast,
+            torch.is_grad_enabled(), hooks_of(modules), self.kinds.structure_of(modules), autocast, tuple(caches),
         )  # fmt: skip
         return call, problem
 
