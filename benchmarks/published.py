@@ -113,7 +113,7 @@ class Numbers:
     float8: float
 
 
-NUMBERS = Numbers(products=0.534, float8=1.493)
+NUMBERS = Numbers(products=0.544, float8=1.508)
 """As ``--fit`` finds them."""
 
 
