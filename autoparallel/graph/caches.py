@@ -142,7 +142,8 @@ def _cache_of(held: HeldCache) -> Any:
 def _layer(kind: type, keys: Any, values: Any) -> Any:
     layer: Any = kind()
     layer.keys, layer.values, layer.is_initialized = keys, values, True
-    layer.dtype, layer.device = getattr(keys, "dtype", None), getattr(keys, "device", None)
+    if isinstance(keys, torch.Tensor):  # and not what says why it was not kept
+        layer.dtype, layer.device = keys.dtype, keys.device
     return layer
 
 

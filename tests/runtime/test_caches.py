@@ -186,3 +186,27 @@ def test_other_caches_are_refused() -> None:
     (reasons,) = run_distributed(_refused, world_size=1)
     for reason in reasons.values():
         assert "DynamicCache without sliding windows" in reason
+
+
+def _in_parts(stages: bool) -> dict[str, Any]:
+    """Decoding in a pipeline; training in microbatches, which keep no cache, and say so where it is read."""
+    plain, model = _llama(), None
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp" if stages else "dp",))
+    if stages:
+        model = autoparallel.compile(copy.deepcopy(plain.double().eval()), mesh).eval()
+        (tokens, seen), (expected, others) = _decoded(model), _decoded(plain)
+        return {"same": torch.equal(tokens, expected), "apart": _off(seen, others)}
+    model = autoparallel.compile(plain, mesh, plan="fsdp", microbatches=2)
+    out: Any = model(input_ids=_tokens(6), labels=_tokens(6), use_cache=True)
+    out.loss.backward()
+    with pytest.raises(RuntimeError, match="microbatches keeps outputs beside its loss only"):
+        out.past_key_values.layers[0].keys.sum()
+    return {"same": True, "apart": 0.0}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("stages", [True, False], ids=["pipeline", "microbatches"])
+def test_caches_of_calls_in_parts(stages: bool) -> None:
+    for found in run_distributed(_in_parts, stages, world_size=2):
+        assert found["same"] and found["apart"] < 1e-6, found
