@@ -79,7 +79,7 @@ def test_it_equals_the_prediction_of_the_whole(preset: str, recompute: int, rows
 
     def predict(graph: Captured, plan: Plan) -> Prediction:
         nodes.append(len(graph.graph.nodes))
-        return evaluator.predict(graph, plan)
+        return evaluator.predict_program(graph, plan)[1]
 
     known: dict[Hashable, Short] = {}
     found = extrapolated(captured, plan, predict, known)
@@ -106,9 +106,9 @@ def test_the_whole_of_a_shallow_model_is_predicted() -> None:
     captured = planner.capture(call)
     plan = planner.search(captured, call)
     evaluator = Evaluator(request, captured, call)
-    assert extrapolated(captured, plan, evaluator.predict, {}) is None
+    assert extrapolated(captured, plan, lambda *about: evaluator.predict_program(*about)[1], {}) is None
     found = evaluator.forecast(plan)
-    assert found.whole and found.seconds == evaluator.predict(captured, plan).seconds()
+    assert found.whole and found.seconds == evaluator.predict_program(captured, plan)[1].seconds()
 
 
 def test_a_timeline_does_not_depend_on_when_python_frees_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +125,6 @@ def test_a_timeline_does_not_depend_on_when_python_frees_what_is_left(monkeypatc
     planner = Planner(nn.Linear(8, 8), request)
     call = call_of((x, x), with_target=True)
     captured = planner.capture(call)
-    Evaluator(request, captured, call).predict(captured, planner.search(captured, call))
+    Evaluator(request, captured, call).predict_program(captured, planner.search(captured, call))
     gc.collect()
     assert runs and all(now == then for now, then in runs)

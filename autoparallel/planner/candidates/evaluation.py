@@ -274,11 +274,15 @@ class Evaluator:
         key = id(plan.operators), tuple(plan.recompute.items()), plan.means, exactly
         graph = self._graph(Candidate(plan.origin, microbatches=plan.microbatches))
         if key not in self._forecasts:
-            forecast = None if exactly else extrapolated(graph, plan, lambda *about: self._make(*about)[1], self._short)
+            forecast = (
+                None
+                if exactly
+                else extrapolated(graph, plan, lambda *about: self.predict_program(*about)[1], self._short)
+            )
             if forecast is None and not exactly:
                 forecast = self.forecast(plan, exactly=True)
             elif forecast is None:
-                program, prediction = self._make(graph.copy(), plan)
+                program, prediction = self.predict_program(graph.copy(), plan)
                 self._exact.append((plan, (program, prediction)))
                 forecast = Forecast.of(prediction)
             self._forecasts[key] = plan, forecast
@@ -305,7 +309,7 @@ class Evaluator:
             (first if is_chosen else tried).append(plan.tried(seconds, memory))
         return frontier_of([*first, *tried], self.request.memory_limit) if tried or first else None
 
-    def _make(self, graph: Captured, plan: Plan) -> tuple[LocalProgram, Prediction]:
+    def predict_program(self, graph: Captured, plan: Plan) -> tuple[LocalProgram, Prediction]:
         """The program that a plan makes of a graph, which is used up, unchecked, and what it is predicted to cost."""
         program = build(self.request, graph, plan, self.call, "mesh0", checked=False).programs[0]
         return program, predict(program, plan, self.request.profile)

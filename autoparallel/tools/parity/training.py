@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.capture.caches import asks_for_cache, without_caches
 from autoparallel.graph.nesting import flatten
 from autoparallel.operators import RandomState, plain_randomness
 from autoparallel.runtime.module import ParallelModule
@@ -162,6 +163,12 @@ def _is_count(value: Any) -> bool:
 
 
 def _plain_call(model: nn.Module, task: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a plain model returns, without the caches of generation for which nobody asks."""
+    outputs = _run_plain(model, task, args, kwargs)
+    return outputs if asks_for_cache(model.forward, args, kwargs) else without_caches(outputs)
+
+
+def _run_plain(model: nn.Module, task: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     policy = task.precision
     if policy is None:
         return model(*args, **kwargs)

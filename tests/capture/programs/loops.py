@@ -421,7 +421,7 @@ def saved_tensor_hooks(run: Run) -> None:
             run.step(model, optimizer, step)
 
 
-@loop(line=False, refused="plain model")
+@loop()
 def meta_learning_penalty(run: Run) -> None:
     """R1: the loss holds the norm of a gradient that autograd.grad gives (create_graph)."""
     model = run.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
