@@ -24,6 +24,7 @@ from autoparallel.capture.describe import describe
 from autoparallel.capture.functional.functional import make_functional
 from autoparallel.capture.functional.layers import NotAlike, Stack, find_stacks, leave_out
 from autoparallel.capture.functional.passes import filling_passes, resolving_passes, tracing_passes
+from autoparallel.capture.functional.ways import Way, merge
 from autoparallel.capture.python.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss, refused_draw
 from autoparallel.capture.python.recorder import LOSS, Recorder, StateChangedError
 from autoparallel.capture.refusals.refusals import (
@@ -39,7 +40,7 @@ from autoparallel.capture.tracing.tracing import everything_seen
 from autoparallel.capture.training import Training
 from autoparallel.capture.user_warnings import only_the_users
 from autoparallel.graph.captured import Captured, CaptureError, InputSpec, NumberSpec
-from autoparallel.graph.hooks import require_full_hooks
+from autoparallel.graph.hooks import HookTemplate, require_full_hooks
 from autoparallel.graph.layers import find_runs, is_checkpointed, layer_of
 from autoparallel.graph.lines import first_line, line_of
 from autoparallel.graph.plain_tensors import (
@@ -51,6 +52,7 @@ from autoparallel.graph.plain_tensors import (
     stand_in,
     trained_attributes,
 )
+from autoparallel.operators.opaque import OpaqueCall
 from autoparallel.passes.recompute_layers import checkpointed_layers
 from autoparallel.passes.replace_random_operators import Draws
 from autoparallel.passes.runner import run_passes
@@ -102,6 +104,7 @@ class Attempt:
         others: the tensors in lists, dicts and objects, by where they are.
         recorders: of all copies.
         rehearsals: what was noted of each run without a trace.
+        asked_at: the line at which the model asks first whether it is compiled; None for one that does not.
     """
 
     model: nn.Module
@@ -124,6 +127,7 @@ class Attempt:
         model, loss_fn, self.mode = self.model, self.loss_fn, make_fake_mode()
         self.recorders: list[Recorder] = []
         self.rehearsals: list[Trace] = []
+        self.asked_at: str | None = None
         self.scale = scale_of(self.least_batch, self.batch)
         self.owners = _owners_of(model)
         self.fakes: dict[int, Any] = {}
@@ -207,9 +211,9 @@ class Attempt:
         wrapper.findings.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
         return wrapper
 
-    def run(self, wrapper: nn.Module) -> Any:
+    def run(self, wrapper: Training) -> Any:
         """Runs a copy without a trace."""
-        self.rehearsals.append(_calls_of(wrapper, as_compiled=False))
+        self.rehearsals.append(_trace_of(wrapper))
         with everything_seen(self.rehearsals[-1]):
             results = wrapper(*self.inputs)
         require_dropped(self.rehearsals[-1].drawn)
@@ -217,41 +221,68 @@ class Attempt:
 
     def trace(self, stacks: list[Stack], as_compiled: bool = False) -> Captured:
         """Traces a copy without the inner layers of its stacks, and fills them up."""
-        wrapper = self.make()
-        leave_out(wrapper, stacks)
-        calls = _calls_of(wrapper, as_compiled)
         try:
-            program, draws = _export(wrapper, self.inputs, self.shapes, calls)
+            way = self._trace_ways(stacks, as_compiled)
         except CaptureError as error:
-            if as_compiled or calls.asked_at is None:
+            if as_compiled or self.asked_at is None:
                 raise
             try:
                 captured = self.trace(stacks, as_compiled=True)
             except CaptureError:
                 raise error from error.__cause__  # another attempt may leave less open
             reason = str(error).partition("\nWhat to change")[0].splitlines()[-1]
-            LOGGER.warning(AS_COMPILED, calls.asked_at, reason)
+            LOGGER.warning(AS_COMPILED, self.asked_at, reason)
             return captured
-        finally:
-            self.fixed.update(dict.fromkeys(calls.fixed.values()))
+        program, findings, recorder = way.program, way.findings, way.recorder
         references = {id(self.fakes[id(t)]): t for t in (*self.attributes.values(), *self.others.values())}
         captured = describe(
             program, self.model, self.owners, references, self.specs, self.loss_fn is not None,
-            self.detach_beside_loss, wrapper.findings, self.ranks,
+            self.detach_beside_loss, findings, self.ranks,
         )  # fmt: skip
-        captured.state = wrapper.recorder.state()
-        captured.draws, captured.python_draws = draws, len(calls.drawn)
-        captured.rebound = frozenset(self.owners[name] for name in wrapper.recorder.rebound)
+        captured.guards = tuple({**dict.fromkeys(captured.guards), **way.guards})
+        captured.state = way.state
+        captured.draws, captured.python_draws = way.draws, len(way.trace.drawn)
+        captured.rebound = frozenset(self.owners[name] for name in recorder.rebound)
         fakes, parameters = self.fakes, self.model.named_parameters()
         captured.rest_dtypes = {name: p.dtype for name, p in parameters if fakes[id(p)].dtype != p.dtype}
-        require_dropped(calls.drawn)
         require_own_memory(captured, self.model)
         modules = self.model.named_modules(remove_duplicate=False)
         kinds = {path: getattr(module, "stands_for", type(module)) for path, module in modules}
         run_passes(filling_passes(stacks, captured, kinds), captured.module)
-        for line in wrapper.findings.left_out:
+        for line in findings.left_out:
             LOGGER.warning(LEFT_OUT, line)
         return captured
+
+    def _trace_ways(self, stacks: list[Stack], as_compiled: bool) -> Way:
+        """A trace that goes all ways on which Python may go on from where it asks for a tensor's value."""
+        calls: dict[str, OpaqueCall] = {}
+        hooks: dict[str, HookTemplate] = {}
+
+        def trace_from(answers: tuple[bool, ...]) -> Way:
+            """A trace of all ways that begin with some answers."""
+            wrapper = self.make()
+            leave_out(wrapper, stacks)
+            trace = _trace_of(wrapper, as_compiled=as_compiled, answers=answers, calls=calls, hooks=hooks)
+            way = self._trace_way(wrapper, trace)
+            while (number := len(trace.questions) - 1) >= len(answers):
+                before = (*answers, *[True] * (number - len(answers)))
+                merge(way, trace_from((*before, False)))
+            return way
+
+        way = trace_from(())
+        run_passes(resolving_passes(calls, hooks), way.program.graph_module)
+        _name_outputs(way.program)
+        return way
+
+    def _trace_way(self, wrapper: Training, trace: Trace) -> Way:
+        """The trace of one way: that of the trace's answers, and of True to each further question."""
+        try:
+            program, draws = _export(wrapper, self.inputs, self.shapes, trace)
+        finally:
+            self.asked_at = self.asked_at or trace.asked_at
+            self.fixed.update(dict.fromkeys(trace.fixed.values()))
+        require_dropped(trace.drawn)
+        return Way(program, wrapper.findings, wrapper.recorder, trace, draws)
 
     def capture(self) -> Captured:
         """Runs a copy, and traces another as that has shown it to be.
@@ -367,12 +398,11 @@ def _with_line(
     return error.at(first_line(again, lambda: error.has_changed(wrapper.recorder, reads)))
 
 
-def _calls_of(wrapper: nn.Module, as_compiled: bool) -> Trace:
+def _trace_of(wrapper: Training, **options: Any) -> Trace:
     """What a trace of a copy of the model notes beside operators."""
-    assert isinstance(wrapper, Training)
     paths = {id(module): path for path, module in wrapper.model.named_modules()}
     findings = wrapper.findings
-    return Trace(findings.originals, paths, findings.existing, findings.left_out, as_compiled)
+    return Trace(findings.originals, paths, findings.existing, findings.left_out, findings.questions, **options)
 
 
 def _shapes_of(inputs: tuple[Any, ...], leaves: Sequence[Any], dynamic: Sequence[dict[int, Any] | None]) -> Any:
@@ -384,19 +414,16 @@ def _shapes_of(inputs: tuple[Any, ...], leaves: Sequence[Any], dynamic: Sequence
     return shapes.dynamic_shapes(lambda args, kwargs: None, inputs)
 
 
-def _export(wrapper: Training, inputs: tuple[Any, ...], shapes: Any, calls: Trace) -> tuple[ExportedProgram, int]:
-    """The trace, and how many times it draws random numbers."""
+def _export(wrapper: Training, inputs: tuple[Any, ...], shapes: Any, trace: Trace) -> tuple[ExportedProgram, int]:
+    """The trace as values, and how many times it draws random numbers."""
     try:
-        with everything_seen(calls):
+        with everything_seen(trace):
             program = export(wrapper, inputs, dynamic_shapes=shapes, strict=False)
             require_same_memory(program.graph)
-            with calls.silent():
-                findings = run_passes(tracing_passes(program.graph, calls), program.graph_module)
+            with trace.silent():
+                findings = run_passes(tracing_passes(program.graph, trace.calls), program.graph_module)
                 _name_outputs(program)
-                decomposed = make_functional(program)
-        run_passes(resolving_passes(calls), decomposed.graph_module)
-        _name_outputs(decomposed)
-        return decomposed, findings[Draws].count
+                return make_functional(program), findings[Draws].count
     except CaptureError:
         raise
     except Exception as error:

@@ -15,6 +15,7 @@ from autoparallel import _torch
 from autoparallel.capture.caches import CURE, asks_for_cache, without_caches
 from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.data_access import DataAccess
+from autoparallel.capture.tracing.trace import Question
 from autoparallel.graph.caches import caches_in, release, tensors_in
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.nesting import flatten
@@ -36,6 +37,7 @@ class Findings:
         copies: the copies themselves: an id is unique while its owner lives.
         existing: of the tensors that the copy and its inputs have before a call, by id.
         left_out: the lines of checks of values that the trace leaves out.
+        questions: the tensors that Python has asked whether they hold; their values are the last results.
         has_outputs: whether the model has run, so that what fails now is the loss function.
         registered: the parameters and buffers of the copy before a trace, by their names.
     """
@@ -47,6 +49,7 @@ class Findings:
     copies: dict[int, Any] = field(default_factory=dict)
     existing: set[int] = field(default_factory=set)
     left_out: dict[str, None] = field(default_factory=dict)
+    questions: list[Question] = field(default_factory=list)
     has_outputs: bool = False
     registered: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -110,7 +113,7 @@ class Training(nn.Module):
         return self.forward(*args, **kwargs)  # the user's hooks for all modules are not for this one
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The leaves of the outputs, and of the attributes that the call sets."""
+        """The leaves of the outputs, and of the attributes that the call sets; then what Python has asked for."""
         inputs, nesting = pytree.tree_flatten((args, kwargs))
         for number in self.numbers:
             inputs[number] = inputs[number].item()
@@ -128,6 +131,7 @@ class Training(nn.Module):
         for name, value in self.recorder.take().items():
             more, self.findings.attributes[name] = pytree.tree_flatten(value)
             leaves += more
+        leaves += [question.value for question in self.findings.questions]
         return [exchange.current(leaf) for leaf in leaves]
 
     def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,5 @@
-"""Control flow on values: ``torch.cond``, ``while_loop``, ``scan``, ``map`` and ``associative_scan``, as one call each.
+"""Control flow on values: ``torch.cond``, ``while_loop``, ``scan``, ``map`` and ``associative_scan``, as one call each,
+and Python's own ``if``.
 
 A trace holds such a call with the graphs that it may run.  In a program it is a call of plain Python around these
 graphs, which autograd differentiates as it would any other.  It runs on whole tensors, because nothing tells how what
@@ -51,6 +52,11 @@ def _cond(predicate: Any, true: Body, false: Body, operands: Sequence[Any]) -> l
     return [_Zeros.apply(x, *flowing) if flowing and x.is_floating_point() else x for x in results]
 
 
+def _if_else(predicate: Any, true: Body, false: Body, operands: Sequence[Any]) -> list[Any]:
+    """As Python does: what the other way alone reads gets no gradient."""
+    return _as_list((true if _holds(predicate) else false)(*operands))
+
+
 def _while_loop(condition: Body, body: Body, carried: Sequence[Any], more: Sequence[Any]) -> list[Any]:
     values = list(carried)
     while _holds(_as_list(condition(*values, *more))[0]):
@@ -81,14 +87,18 @@ def _map(body: Body, xs: Sequence[Tensor], more: Sequence[Any] = ()) -> list[Any
     return _scan(body, (), xs, more)
 
 
+IF_ELSE = "if_else"
+
 RUNS: dict[str, Callable[..., list[Any]]] = {
-    "cond": _cond, "while_loop": _while_loop, "scan": _scan, "associative_scan": _associative_scan, "map_impl": _map,
+    IF_ELSE: _if_else, "cond": _cond, "while_loop": _while_loop, "scan": _scan,
+    "associative_scan": _associative_scan, "map_impl": _map,
 }  # fmt: skip
-"""What each of torch's higher-order operators does, by its name."""
+"""What each of torch's higher-order operators does, by its name; ``if_else`` is none of torch's (see
+``capture.functional.ways``)."""
 
 
 def control_operator(name: str, arguments: Sequence[Any]) -> tuple[Callable[..., tuple[Any, ...]], list[Any]]:
-    """The operator that makes one such call, which prints under torch's name, and the arguments it is called with:
+    """The operator that makes one such call, which prints under its name, and the arguments it is called with:
     all but the graphs."""
     graphs = [x for x in arguments if isinstance(x, fx.GraphModule)]
     places = [isinstance(x, fx.GraphModule) for x in arguments]

@@ -15,9 +15,9 @@ from torch import fx
 
 from autoparallel.capture.functional.layers import Stack, fill_up
 from autoparallel.capture.functional.outputs import Objective
-from autoparallel.capture.tracing.trace import Trace
 from autoparallel.graph.captured import Captured
-from autoparallel.operators.opaque import CALL, HOOK
+from autoparallel.graph.hooks import HookTemplate
+from autoparallel.operators.opaque import CALL, HOOK, OpaqueCall
 from autoparallel.passes.adapt_captured import MARK_BACKWARD
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
 from autoparallel.passes.expand_row_losses import expand_row_losses
@@ -34,7 +34,7 @@ from autoparallel.passes.runner import CAPTURED, Fact, Pass, PassList, on_graph
 from autoparallel.passes.unflatten_products import unflatten_products
 
 
-def tracing_passes(graph: fx.Graph, calls: Trace) -> PassList:
+def tracing_passes(graph: fx.Graph, calls: Mapping[str, OpaqueCall]) -> PassList:
     """What decomposing would lose is written into the trace: where numbers are drawn, and gradient modes."""
     differentiable = {
         n.name for n in graph.nodes if n.op == "placeholder" and getattr(n.meta.get("val"), "requires_grad", False)
@@ -49,7 +49,7 @@ def tracing_passes(graph: fx.Graph, calls: Trace) -> PassList:
                 differentiable=differentiable,
                 enabled=torch.is_grad_enabled(),
                 transparent=lambda node: node.target is HOOK,
-                aliases=lambda node: node.target is CALL and calls.calls[node.args[2]].aliases,  # type: ignore[index]
+                aliases=lambda node: node.target is CALL and calls[node.args[2]].aliases,  # type: ignore[index]
             ),
             requires={Fact.REPRODUCIBLE},
             provides={Fact.FLAT},
@@ -57,9 +57,9 @@ def tracing_passes(graph: fx.Graph, calls: Trace) -> PassList:
     ])  # fmt: skip
 
 
-def resolving_passes(calls: Trace) -> PassList:
+def resolving_passes(calls: Mapping[str, OpaqueCall], hooks: Mapping[str, HookTemplate]) -> PassList:
     """The user's own Python takes the place of what stood for it in the trace, and plain Python that of loops."""
-    resolve = Pass(partial(resolve_opaque_calls, calls=calls.calls, hooks=calls.hooks), requires={Fact.FLAT})
+    resolve = Pass(partial(resolve_opaque_calls, calls=calls, hooks=hooks), requires={Fact.FLAT})
     control = Pass(resolve_control_flow, requires={Fact.FLAT})
     return PassList([resolve, control], premises={Fact.FLAT})
 

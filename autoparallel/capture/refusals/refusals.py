@@ -275,6 +275,13 @@ _OF_TORCH = {
 }
 """What to do instead of modules of torch whose Python depends on values, by the name of the class."""
 
+INSTEAD_OF_WAYS = (
+    "torch.where(condition, a, b) takes elements of both, torch.cond(condition, f, g, operands) runs one of two "
+    "functions; a check that only raises belongs before the call, and what Python must know (a largest length) into an "
+    "argument that is a number"
+)
+"""What to do instead of going one of two ways by a tensor's value."""
+
 _MISCALLED = re.compile(r"forward\(\) (takes|got|missing) ")
 
 _ATTRIBUTE = re.compile(r"\b\w+\.(\w+)")
@@ -304,11 +311,7 @@ def _explain_value(error: Exception, modules: list[nn.Module], line: str) -> tup
             "sets, a call of the plain model before compile() does); or take elements of both ways by torch.where"
         )
     if _DECIDES.search(line):
-        return "Python takes a way that depends on a tensor's values", (
-            "torch.where(condition, a, b) takes elements of both, torch.cond(condition, f, g, operands) runs one of "
-            "two functions; a check that only raises belongs before the call, and what Python must know (a largest "
-            "length) into an argument that is a number"
-        )
+        return "Python takes a way that depends on a tensor's values", INSTEAD_OF_WAYS
     return "a tensor's value is read into Python", (
         "keep it a tensor (no int(), float(), .item(), .tolist()), or compute it before the call and pass it in as a "
         "number"

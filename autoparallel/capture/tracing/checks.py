@@ -1,9 +1,11 @@
-"""Checks of values that only raise: ``assert mask.any()``, ``if bad.any(): raise ValueError(...)``.
+"""Python that asks a tensor whether it holds: ``if bad.any(): raise ValueError(...)``, ``if x.isfinite().all():``.
 
-No trace has the values that they ask for, and a program that raised on some ranks only would leave the others waiting.
-So the trace goes the way on which nothing is raised, as it does for ``torch._check``, and a warning names the line.
-Which way that is, Python's instructions say: of the two answers that a tensor may give, exactly one must lead to
-nothing but an error, which nobody between the check and the call of the model may catch.
+No trace has the values that it asks for.  Where one of both answers only raises, as in ``assert mask.any()``, the trace
+goes the other way, as it does for ``torch._check``, and a warning names the line: a program that raised on some ranks
+only would leave the others waiting.  Which way that is, Python's instructions say: of the two answers that a tensor may
+give, exactly one must lead to nothing but an error, which nobody between the check and the call of the model may catch.
+
+Any other question becomes an output of the trace, which is made once for each answer (see ``functional.ways``).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class _Place(NamedTuple):
 
 
 def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What Python is told that asks for a tensor's value; of a check that only raises, what lets it pass."""
+    """What Python is told that asks for a tensor's value: of a check that only raises, what lets it pass."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_code.co_name == "__torch_function__" or frame.f_code is _bool.__code__):
         frame = frame.f_back
@@ -54,10 +56,14 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if frame is None or getattr(tensor, "constant", None) is not None:
         return func(*args, **kwargs)
     passes = _passing_answer(frame.f_code, frame.f_lasti)
-    if passes is None or _is_caught(frame):
+    if passes is not None and not _is_caught(frame):
+        trace.left_out[line_of_frame(frame)] = None
+        return passes
+    if func is not _BOOL or trace.answers is None or frame.f_code.co_filename.startswith(_torch.export.FOLDER):
         return func(*args, **kwargs)
-    trace.left_out[line_of_frame(frame)] = None
-    return passes
+    if not _torch.export.is_fake(tensor) or any(size != 1 for size in tensor.shape):
+        return func(*args, **kwargs)
+    return trace.ask(tensor, line_of_frame(frame))
 
 
 def _bool(self: Tensor) -> bool:

@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -13,12 +14,29 @@ import torch
 from torch import Tensor, fx
 
 from autoparallel import _torch
+from autoparallel.capture.refusals.refusals import INSTEAD_OF_WAYS
 from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.hooks import HookTemplate
 from autoparallel.graph.layers import mark_checkpointed
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.operators.current import Current
 from autoparallel.operators.opaque import OpaqueCall
+
+MOST_QUESTIONS = 4
+"""How often a call may ask for a tensor's value: every answer doubles the traces."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A tensor that Python has asked whether it holds.
+
+    Attributes:
+        value: what it was then.
+        line: the one that asks.
+    """
+
+    value: Tensor
+    line: str
 
 
 class Trace:
@@ -29,12 +47,15 @@ class Trace:
         paths: of the modules of the copy, by id.
         existing: the tensors that the copy and its inputs have before the call, by id.
         left_out: the lines of checks of values that the trace leaves out are added.
+        questions: the tensors are added that Python has asked whether they hold.
         as_compiled: what the model is told that asks ``torch.compiler.is_compiling()``.
+        answers: what Python is told that asks for a tensor's value, one question after another, and behind the last
+            True; None where it may not ask.
+        calls: what stands behind the names in ``autoparallel::call``, which may be shared by several traces.
+        hooks: the tensor hooks behind the names in ``autoparallel::hook``; shared, too.
 
     Attributes:
-        asked_at: the line at which it asks first; None for a model that does not.
-        calls: what stands behind the names in ``autoparallel::call``.
-        hooks: the tensor hooks behind the names in ``autoparallel::hook``.
+        asked_at: the line at which it asks first whether it is compiled; None for a model that does not.
         fixed: the lines at which the model fixed a size that was open, by the size.
         drawn: the numbers that it has drawn from Python's ``random``, with the lines, as long as they live.
         listening: whether the model's own Python runs.
@@ -48,15 +69,21 @@ class Trace:
         paths: Mapping[int, str],
         existing: Collection[int],
         left_out: dict[str, None],
+        questions: list[Question],
+        *,
         as_compiled: bool = False,
+        answers: Sequence[bool] | None = None,
+        calls: dict[str, OpaqueCall] | None = None,
+        hooks: dict[str, HookTemplate] | None = None,
     ) -> None:
         self.originals, self.paths, self.existing, self.as_compiled = originals, paths, existing, as_compiled
+        self.answers, self.questions = answers, questions
+        self.calls: dict[str, OpaqueCall] = {} if calls is None else calls
+        self.hooks: dict[str, HookTemplate] = {} if hooks is None else hooks
         self.asked_at: str | None = None
         self.has_leaves = False
         self._regions: list[tuple[fx.Graph | None, int]] = []  # that the model is in
         self.counting: dict[int, tuple[Tensor, int]] = {}
-        self.calls: dict[str, OpaqueCall] = {}
-        self.hooks: dict[str, HookTemplate] = {}
         self.fixed: dict[int, str] = {}
         self.drawn: list[tuple[str, weakref.ref[Any]]] = []
         self.left_out = left_out
@@ -74,6 +101,20 @@ class Trace:
         """Whether a tensor is known to count up by one along its last dim."""
         entry = self.counting.get(id(x))
         return entry is not None and entry[1] == x._version
+
+    def ask(self, value: Tensor, line: str) -> bool:
+        """What Python is told that asks whether a tensor holds.
+
+        Raises:
+            CaptureError: where it asks too often.
+        """
+        assert self.answers is not None
+        number = len(self.questions)
+        if number == MOST_QUESTIONS:
+            what = f"Python asks for a tensor's value for the {number + 1}th time, and every question doubles the ways"
+            raise refusal(f"{what} that a call may take,", line, INSTEAD_OF_WAYS)
+        self.questions.append(Question(value.detach().clone(), line))
+        return self.answers[number] if number < len(self.answers) else True
 
     @property
     def in_region(self) -> bool:

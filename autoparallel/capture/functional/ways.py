@@ -1,0 +1,436 @@
+"""Both ways on which Python may go on from where it asks for a tensor's value, as one program.
+
+A trace goes one way, so the model is traced once for each answer.  The ways have a beginning in common, and mostly an
+end; what lies between becomes the graphs of one call, which runs the one or the other.
+
+The answer True (clone is what Python asked for, the last result of the trace):
+    clone = aten.clone(gt);  clamp = aten.clamp(x, -1, 1);  linear = aten.linear(clamp, w);  return (linear, clone)
+The answer False:
+    clone = aten.clone(gt);  linear = aten.linear(x, w);  return (linear, clone)
+Merged:
+    clone = aten.clone(gt);  if_else = autoparallel.operators.control_flow.if_else(clone, (x,));  getitem = if_else[0]
+    linear = aten.linear(getitem, w);  return (linear,)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, OutputSpec
+from torch.utils import _pytree as pytree
+
+from autoparallel._torch.export import free_unbacked_symbols, graph_module, size_guards
+from autoparallel.capture.python.recorder import Recorder
+from autoparallel.capture.refusals.refusals import INSTEAD_OF_WAYS
+from autoparallel.capture.tracing.trace import Trace
+from autoparallel.capture.training import Findings
+from autoparallel.graph.captured import CaptureError, SizeGuard, refusal
+from autoparallel.graph.layers import draw_of
+from autoparallel.graph.lines import marks_of
+from autoparallel.operators.control_flow import IF_ELSE, control_operator, inner_graphs
+from autoparallel.operators.opaque import CALL, HOOK
+from autoparallel.passes.canonicalize_operators import canonicalize_operators
+
+Pair = tuple[fx.Node, fx.Node]
+"""What stands at one place in both ways: a node of the first and one of the second."""
+
+
+@dataclass
+class Way:
+    """A trace of a model, functional, that has been given some answers.
+
+    Attributes:
+        draws: how many times it draws random numbers.
+        guards: what it takes for granted of sizes.
+        state: what it has read of Python's.
+    """
+
+    program: ExportedProgram
+    findings: Findings
+    recorder: Recorder
+    trace: Trace
+    draws: int
+
+    def __post_init__(self) -> None:
+        values = [node.meta.get("val") for node in self.program.graph.find_nodes(op="placeholder")]
+        sized = [x for x in values if isinstance(x, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in x.shape)]
+        self.guards = {SizeGuard(*guard): None for guard in (size_guards(sized[0]) if sized else ())}
+        self.state = self.recorder.state()
+
+
+def merge(first: Way, second: Way) -> None:
+    """Makes ``first`` the program of both, which have had different answers to the last question of each.
+
+    Raises:
+        CaptureError: where they differ in what no such call can do.
+    """
+    question = first.findings.questions[-1]
+
+    def refused(why: str) -> CaptureError:
+        return refusal(
+            f"Python takes a way that depends on a tensor's values, and the two ways cannot be one program ({why}),",
+            question.line, INSTEAD_OF_WAYS,
+        )  # fmt: skip
+
+    _require_same_python(first, second, refused)
+    _Merged(first.program, second.program, len(first.findings.questions) - 1, refused).make()
+    first.findings.questions.pop()
+    first.findings.left_out.update(second.findings.left_out)
+    first.guards.update(second.guards)
+    first.state.merge(second.state)
+
+
+def _require_same_python(first: Way, second: Way, refused: Callable[[str], CaptureError]) -> None:
+    """Refuses what the ways leave behind beside their tensors."""
+    if first.findings.spec != second.findings.spec or first.findings.counted != second.findings.counted:
+        raise refused("one returns what nests otherwise")
+    ours, theirs = first.findings.attributes, second.findings.attributes
+    if changed := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
+        raise refused(f"one sets {changed[0]}")
+    if changed := sorted(first.recorder.rebound ^ second.recorder.rebound):
+        raise refused(f"one binds the buffer {changed[0]} anew: write into it, {changed[0]}.copy_(...)")
+    if first.draws != second.draws or len(first.trace.drawn) != len(second.trace.drawn):
+        raise refused(_DRAWS)
+
+
+_DRAWS = "one draws random numbers"
+
+
+class _Merged:
+    """The merging of two programs.
+
+    Args:
+        first, second: the programs; the first is rewritten.
+        number: of the question to which they have had different answers, and which is the last result of both.
+        refused: makes the error.
+    """
+
+    def __init__(
+        self, first: ExportedProgram, second: ExportedProgram, number: int, refused: Callable[[str], CaptureError]
+    ) -> None:
+        self.first, self.second, self.refused = first, second, refused
+        self.graph = first.graph
+        self.asked: Pair = tuple(program.graph.output_node().args[0][-1] for program in (first, second))  # type: ignore[index,misc,assignment,union-attr]
+        self.twins: dict[fx.Node, fx.Node] = {}  # of what the second has in common with the first
+
+    def make(self) -> None:
+        """Rewrites the first program."""
+        self._share_inputs()
+        self._share_beginning()
+        results = self._results()
+        mine, theirs = (_behind(asked) for asked in self.asked)
+        pairs = self._common_end(mine, theirs, [pair for _, pair in results if isinstance(pair, tuple)])
+        self.twins.update((b, a) for a, b in pairs)
+        ways = mine[: len(mine) - len(pairs)], theirs[: len(theirs) - len(pairs)]
+        for node in (*ways[0], *ways[1]):
+            self._require_plain(node)
+        joints = {self._key(x, y): None for a, b in pairs for x, y in zip(_reads(a), _reads(b), strict=True)}
+        joints |= {self._key(*pair): None for _, pair in results if isinstance(pair, tuple)}
+        joined = self._join(*ways, [pair for pair in joints if pair[0] is not pair[1]])
+
+        def follow(x: fx.Node, y: fx.Node) -> fx.Node:
+            return joined.get(self._key(x, y), x)
+
+        for a, b in pairs:
+            others = iter(_reads(b))
+            a.args, a.kwargs = fx.map_arg((a.args, a.kwargs), lambda x, others=others: follow(x, next(others)))  # type: ignore[misc]
+        self._return([(spec, follow(*pair) if isinstance(pair, tuple) else pair) for spec, pair in results])
+        for node in reversed(ways[0]):
+            self.graph.erase_node(node)
+
+    # -- what is in both ways -------------------------------------------------------------------------------------
+
+    def _share_inputs(self) -> None:
+        """Every placeholder of the second way is one of the first, which gets the constants that it alone reads."""
+        mine, theirs = ({n.name: n for n in p.graph.find_nodes(op="placeholder")} for p in (self.first, self.second))
+        signature = self.first.graph_signature
+        places = {(spec.kind, spec.target): mine.get(spec.arg.name) for spec in signature.input_specs}
+        inputs = [spec.arg.name for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT]
+        names = iter(inputs)
+        constants = [spec for spec in signature.input_specs if spec.kind == InputKind.CONSTANT_TENSOR]
+        for spec in self.second.graph_signature.input_specs:
+            node = theirs.get(spec.arg.name)
+            if spec.kind == InputKind.USER_INPUT:
+                twin = mine.get(next(names))
+            elif spec.kind == InputKind.CONSTANT_TENSOR:
+                value = self.second.constants[str(spec.target)]
+                same = [c for c in constants if _is_same(self.first.constants[str(c.target)], value)]
+                twin = mine[same[0].arg.name] if same else self._add_constant(node, value)
+            else:
+                twin = places.get((spec.kind, spec.target))
+            if node is None:
+                continue
+            if twin is None or not _alike(twin, node):
+                raise self.refused("one fixes a size that the other leaves open") from ValueError("sizes differ")
+            self.twins[node] = twin
+
+    def _add_constant(self, node: fx.Node | None, value: Any) -> fx.Node | None:
+        if node is None:
+            return None
+        name = f"{node.target}_other"
+        while name in self.first.constants or any(n.name == name for n in self.graph.find_nodes(op="placeholder")):
+            name += "_"
+        with self.graph.inserting_before(next(iter(self.graph.nodes))):
+            placeholder = self.graph.placeholder(name)
+        placeholder.meta = dict(node.meta)
+        self.first.constants[name] = value
+        spec = next(s for s in self.second.graph_signature.input_specs if s.arg.name == node.name)
+        arg = type(spec.arg)(name=placeholder.name)  # type: ignore[call-arg]
+        self.first.graph_signature.input_specs.insert(0, replace(spec, arg=arg, target=name))
+        return placeholder
+
+    def _share_beginning(self) -> None:
+        """All that comes before the question is made in any case; what only the second way reads of it was dropped from
+        the first."""
+        known: dict[Any, list[fx.Node]] = {}
+        for node in _until(self.asked[0]):
+            known.setdefault((_what(node), tuple(_reads(node))), []).append(node)
+        for node in _until(self.asked[1]):
+            alike = known.get((_what(node), tuple(self.twins[x] for x in _reads(node))))
+            if alike:
+                self.twins[node] = alike.pop(0)
+                continue
+            self._require_plain(node)
+            with self.graph.inserting_before(self.asked[0]):
+                self.twins[node] = copy = self.graph.node_copy(node, self.twins.__getitem__)
+            copy.meta = dict(node.meta)
+        if self.twins[self.asked[1]] is not self.asked[0]:
+            raise self.refused("what comes before the question differs")
+
+    def _results(self) -> list[tuple[OutputSpec, Pair | Any]]:
+        """What the program returns: for each spec, what the two ways have, or a value that both have; the question that
+        is answered is none of it."""
+        changes, returned = zip(*(_read_outputs(program) for program in (self.first, self.second)), strict=True)
+        results: list[tuple[OutputSpec, Pair | Any]] = []
+        for place in {**changes[0], **changes[1]}:
+            (spec, mine), (_, theirs) = (
+                of.get(place) or ((changes[0] | changes[1])[place][0], _before(place, program))
+                for of, program in zip(changes, (self.first, self.second), strict=True)
+            )
+            results.append((spec, (mine, theirs)))
+        if len(returned[0]) != len(returned[1]):
+            raise self.refused("one returns more than the other")
+        for (spec, mine), (other, theirs) in zip(returned[0][:-1], returned[1][:-1], strict=True):
+            if type(spec.arg) is not type(other.arg):
+                raise self.refused("one returns a tensor and the other does not")
+            if isinstance(spec.arg, ConstantArgument) and (type(mine) is not type(theirs) or mine != theirs):
+                raise self.refused(f"one returns {mine!r}, and the other {theirs!r}")
+            results.append((spec, mine if isinstance(spec.arg, ConstantArgument) else (mine, theirs)))
+        return results
+
+    def _common_end(self, mine: Sequence[fx.Node], theirs: Sequence[fx.Node], results: Sequence[Pair]) -> list[Pair]:
+        """The longest end of both ways that does the same with what corresponds.
+
+        Args:
+            mine, theirs: what is made after the question.
+            results: what both return.
+        """
+        most = min(len(mine), len(theirs))
+        length = next((i for i in range(most) if not _do_the_same(mine[-1 - i], theirs[-1 - i])), most)
+        pairs = list(zip(mine[len(mine) - length :], theirs[len(theirs) - length :], strict=True))
+        while True:
+            places = {node: i for i, pair in enumerate(pairs) for node in pair}
+            too_early = 0  # so many pairs do not belong to the end
+            for i, (a, b) in [*enumerate(pairs), *((len(pairs), pair) for pair in results)]:
+                for x, y in [(a, b)] if i == len(pairs) else zip(_reads(a), _reads(b), strict=True):
+                    if x in places or y in places:
+                        if places.get(x) != places.get(y):
+                            too_early = max(too_early, 1 + max(places.get(x, -1), places.get(y, -1)))
+                    elif not self._can_join(x, y):
+                        if i == len(pairs):
+                            raise self.refused(_explain(x, y))
+                        too_early = max(too_early, i + 1)
+            if not too_early:
+                return pairs
+            pairs = pairs[too_early:]
+
+    def _can_join(self, x: fx.Node, y: fx.Node) -> bool:
+        """Whether one value may stand for what the ways have made before their common end."""
+        tensors = all(isinstance(node.meta.get("val"), torch.Tensor) for node in (x, y))
+        return self.twins.get(y) is x or tensors and _alike(x, y)
+
+    def _key(self, x: fx.Node, y: fx.Node) -> Pair:
+        """What stands at a place, with what is of both ways as the first has it."""
+        return x, self.twins.get(y, y)
+
+    # -- what is in one of them -----------------------------------------------------------------------------------
+
+    def _require_plain(self, node: fx.Node) -> None:
+        """Refuses what only one way does, and a call that runs one of two graphs cannot."""
+        if draw_of(node) is not None:
+            raise self.refused(_DRAWS)
+        if node.target in (CALL, HOOK):
+            raise self.refused("one runs an autograd.Function or a hook")
+        if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise self.refused("one runs an operator that runs graphs")
+        if any(map(free_unbacked_symbols, pytree.tree_leaves(node.meta.get("val")))):
+            raise self.refused("one reads a tensor's value into Python, or makes a size of it")
+
+    def _join(self, mine: Sequence[fx.Node], theirs: Sequence[fx.Node], joints: Sequence[Pair]) -> dict[Pair, fx.Node]:
+        """Inserts the call that runs one way or the other; what stands for each pair behind it.
+
+        Args:
+            mine, theirs: the calls of each way.
+            joints: what the common end reads of them.
+        """
+        if not joints:
+            return {}
+        ways = [_needed(mine, [x for x, _ in joints]), _needed(theirs, [y for _, y in joints])]
+        inside = {*ways[0], *ways[1]}
+        read = {
+            self.twins.get(x, x): None
+            for x in [*(x for way in ways for node in way for x in _reads(node)), *(x for pair in joints for x in pair)]
+            if x not in inside
+        }
+        operands = [node for node in self.graph.nodes if node in read]
+        graphs = [
+            self._graph_of(way, [pair[i] for pair in joints], operands)
+            for i, way in enumerate(ways)
+        ]  # fmt: skip
+        target, arguments = control_operator(IF_ELSE, [self.asked[0], *graphs, tuple(operands)])
+        behind = mine[-1] if mine else self.asked[0]
+        with self.graph.inserting_after(behind):
+            call = self.graph.call_function(target, tuple(arguments))
+        call.meta = {**marks_of(self.asked[0]), "val": tuple(x.meta["val"] for x, _ in joints)}
+        joined: dict[Pair, fx.Node] = {}
+        last = call
+        for i, pair in enumerate(joints):
+            with self.graph.inserting_after(last):
+                joined[pair] = last = self.graph.call_function(operator.getitem, (call, i))
+            last.meta = {**marks_of(self.asked[0]), "val": pair[0].meta["val"]}
+        return joined
+
+    def _graph_of(
+        self, way: Sequence[fx.Node], results: Sequence[fx.Node], operands: Sequence[fx.Node]
+    ) -> fx.GraphModule:
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        for i, node in enumerate(operands):
+            values[node] = graph.placeholder(f"operand_{i}")
+            values[node].meta = {"val": node.meta["val"]}
+
+        def inner(x: fx.Node) -> fx.Node:
+            return values[x] if x in values else values[self.twins[x]]
+
+        for node in way:
+            values[node] = graph.node_copy(node, inner)
+            values[node].meta = dict(node.meta)
+        graph.output(tuple(inner(x) for x in results))
+        module = graph_module(graph)
+        canonicalize_operators(module)
+        module.recompile()
+        return module
+
+    def _return(self, results: Sequence[tuple[OutputSpec, Any]]) -> None:
+        """Makes the results those of the program."""
+        self.graph.output_node().args = (tuple(value for _, value in results),)
+        self.first.graph_signature.output_specs[:] = [spec for spec, _ in results]
+
+
+# --------------------------------------------------------------------------------------------------- reading graphs
+
+
+def _until(last: fx.Node) -> Iterator[fx.Node]:
+    """The calls before a node, and that."""
+    for node in last.graph.nodes:
+        if node.op != "placeholder":
+            yield node
+        if node is last:
+            return
+
+
+def _behind(first: fx.Node) -> list[fx.Node]:
+    """The calls after a node."""
+    nodes = list(first.graph.nodes)
+    return [node for node in nodes[nodes.index(first) + 1 :] if node.op not in ("placeholder", "output")]
+
+
+def _reads(node: fx.Node) -> list[fx.Node]:
+    """What a call reads, one after another, some perhaps twice."""
+    reads: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), reads.append)
+    return reads
+
+
+def _what(node: fx.Node) -> tuple[Any, ...]:
+    """A call without what it reads."""
+    arguments = repr(fx.map_arg((node.args, node.kwargs), lambda _: "_"))
+    if node.op == "get_attr":
+        module = node.graph.owning_module.get_submodule(str(node.target))  # type: ignore[union-attr]
+        return node.op, _signature(module.graph), arguments  # type: ignore[arg-type]
+    graphs = inner_graphs(node.target)
+    target = (IF_ELSE, *(_signature(module.graph) for module in graphs)) if graphs else node.target
+    return node.op, target, arguments
+
+
+def _do_the_same(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two calls are alike but for what they read."""
+    return _what(a) == _what(b) and _alike(a, b)
+
+
+def _signature(graph: fx.Graph) -> tuple[Any, ...]:
+    """A graph but for its names."""
+    places = {node: i for i, node in enumerate(graph.nodes)}
+    return tuple(
+        (node.op if node.op == "placeholder" else _what(node), tuple(places[x] for x in _reads(node)))
+        for node in graph.nodes
+    )
+
+
+def _alike(x: fx.Node, y: fx.Node) -> bool:
+    """Whether two values have the same sizes and dtypes."""
+    return _kinds(x) == _kinds(y)
+
+
+def _kinds(node: fx.Node) -> list[Any]:
+    return [
+        (tuple(map(str, v.shape)), v.dtype) if isinstance(v, torch.Tensor) else str(v)
+        for v in pytree.tree_leaves(node.meta.get("val"))
+    ]
+
+
+def _explain(x: fx.Node, y: fx.Node) -> str:
+    """Why no value can stand for two."""
+    shown = [", ".join(f"{list(k[0])} {k[1]}" if isinstance(k, tuple) else k for k in _kinds(n)) for n in (x, y)]
+    return f"one makes {shown[0]} of what is {shown[1]} on the other".replace("torch.", "")
+
+
+def _needed(way: Sequence[fx.Node], results: Collection[fx.Node]) -> list[fx.Node]:
+    """The calls of a way that results are made of."""
+    needed = {*results}
+    for node in reversed(way):
+        if node in needed:
+            needed.update(_reads(node))
+    return [node for node in way if node in needed]
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two constants of traces are one."""
+    if a is b or not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return a is b
+    fake = any(hasattr(x, "fake_mode") for x in (a, b))
+    return not fake and a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+Changes = dict[tuple[OutputKind, str | None], tuple[OutputSpec, fx.Node]]
+
+
+def _read_outputs(program: ExportedProgram) -> tuple[Changes, list[tuple[OutputSpec, Any]]]:
+    """What a program changes in place, by what that is, and what it returns."""
+    values: Any = program.graph.output_node().args[0]
+    rows = list(zip(program.graph_signature.output_specs, values, strict=True))
+    changes = {(s.kind, s.target): (s, value) for s, value in rows if s.kind != OutputKind.USER_OUTPUT}
+    return changes, [row for row in rows if row[0].kind == OutputKind.USER_OUTPUT]
+
+
+def _before(place: tuple[OutputKind, str | None], program: ExportedProgram) -> fx.Node:
+    """What a program does not change."""
+    names = {spec.target or spec.arg.name: spec.arg.name for spec in program.graph_signature.input_specs}
+    name = names.get(str(place[1]), str(place[1]))
+    return next(node for node in program.graph.find_nodes(op="placeholder") if node.name == name)
