@@ -28,6 +28,7 @@ from autoparallel.capture.functional.ways import Way, merge
 from autoparallel.capture.python.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss, refused_draw
 from autoparallel.capture.python.recorder import LOSS, Recorder, StateChangedError
 from autoparallel.capture.refusals.refusals import (
+    INSTEAD_OF_WAYS,
     explain_failure,
     place_of,
     require_dense,
@@ -278,6 +279,12 @@ class Attempt:
         """The trace of one way: that of the trace's answers, and of True to each further question."""
         try:
             program, draws = _export(wrapper, self.inputs, self.shapes, trace)
+        except CaptureError as error:
+            if error.__cause__ is None or not trace.questions:
+                raise
+            number = len(trace.questions) - 1
+            asked = f"where the answer is {trace.answer(number)} at {trace.questions[number].line}"
+            raise CaptureError(f"{error}\nThat is on the way {asked}: {INSTEAD_OF_WAYS}.") from error.__cause__
         finally:
             self.asked_at = self.asked_at or trace.asked_at
             self.fixed.update(dict.fromkeys(trace.fixed.values()))

@@ -186,6 +186,11 @@ def rows(step: int) -> tuple[Any, ...]:
     return (numbers(4, 8, seed=step),)
 
 
+def signed(step: int) -> tuple[Any, ...]:
+    """Four rows of eight numbers, which are negative in every second step."""
+    return (numbers(4, 8, seed=step).abs() * (-1) ** step,)
+
+
 def rows_and_targets(step: int) -> tuple[Any, ...]:
     return numbers(4, 8, seed=step), numbers(4, 8, seed=100 + step)
 

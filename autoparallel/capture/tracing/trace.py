@@ -108,12 +108,16 @@ class Trace:
         Raises:
             CaptureError: where it asks too often.
         """
-        assert self.answers is not None
         number = len(self.questions)
         if number == MOST_QUESTIONS:
             what = f"Python asks for a tensor's value for the {number + 1}th time, and every question doubles the ways"
             raise refusal(f"{what} that a call may take,", line, INSTEAD_OF_WAYS)
         self.questions.append(Question(value.detach().clone(), line))
+        return self.answer(number)
+
+    def answer(self, number: int) -> bool:
+        """The answer to one of the questions."""
+        assert self.answers is not None
         return self.answers[number] if number < len(self.answers) else True
 
     @property
