@@ -212,8 +212,9 @@ class Attempt:
         wrapper.findings.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
         return wrapper
 
-    def run(self, wrapper: Training) -> Any:
+    def run(self, wrapper: nn.Module) -> Any:
         """Runs a copy without a trace."""
+        assert isinstance(wrapper, Training)
         self.rehearsals.append(_trace_of(wrapper))
         with everything_seen(self.rehearsals[-1]):
             results = wrapper(*self.inputs)
@@ -283,8 +284,8 @@ class Attempt:
             if error.__cause__ is None or not trace.questions:
                 raise
             number = len(trace.questions) - 1
-            asked = f"where the answer is {trace.answer(number)} at {trace.questions[number].line}"
-            raise CaptureError(f"{error}\nThat is on the way {asked}: {INSTEAD_OF_WAYS}.") from error.__cause__
+            way = f"where the answer is {trace.answer(number)} at {trace.questions[number].line}"
+            raise CaptureError(f"{error}\nThat is on the way {way}: {INSTEAD_OF_WAYS}.") from error.__cause__
         finally:
             self.asked_at = self.asked_at or trace.asked_at
             self.fixed.update(dict.fromkeys(trace.fixed.values()))

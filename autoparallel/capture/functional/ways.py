@@ -116,7 +116,7 @@ class _Merged:
     ) -> None:
         self.first, self.second, self.refused = first, second, refused
         self.graph = first.graph
-        self.asked: Pair = tuple(program.graph.output_node().args[0][-1] for program in (first, second))  # type: ignore[index,misc,assignment,union-attr]
+        self.question: Pair = tuple(program.graph.output_node().args[0][-1] for program in (first, second))
         self.twins: dict[fx.Node, fx.Node] = {}  # of what the second has in common with the first
 
     def make(self) -> None:
@@ -124,10 +124,10 @@ class _Merged:
         self._share_inputs()
         self._share_beginning()
         results = self._results()
-        mine, theirs = (_behind(asked) for asked in self.asked)
-        pairs = self._common_end(mine, theirs, [pair for _, pair in results if isinstance(pair, tuple)])
+        ours, theirs = (_behind(node) for node in self.question)
+        pairs = self._common_end(ours, theirs, [pair for _, pair in results if isinstance(pair, tuple)])
         self.twins.update((b, a) for a, b in pairs)
-        ways = mine[: len(mine) - len(pairs)], theirs[: len(theirs) - len(pairs)]
+        ways = ours[: len(ours) - len(pairs)], theirs[: len(theirs) - len(pairs)]
         for node in (*ways[0], *ways[1]):
             self._require_plain(node)
         joints = {self._key(x, y): None for a, b in pairs for x, y in zip(_reads(a), _reads(b), strict=True)}
@@ -148,20 +148,20 @@ class _Merged:
 
     def _share_inputs(self) -> None:
         """Every placeholder of the second way is one of the first, which gets the constants that it alone reads."""
-        mine, theirs = ({n.name: n for n in p.graph.find_nodes(op="placeholder")} for p in (self.first, self.second))
+        ours, theirs = ({n.name: n for n in p.graph.find_nodes(op="placeholder")} for p in (self.first, self.second))
         signature = self.first.graph_signature
-        places = {(spec.kind, spec.target): mine.get(spec.arg.name) for spec in signature.input_specs}
+        places = {(spec.kind, spec.target): ours.get(spec.arg.name) for spec in signature.input_specs}
         inputs = [spec.arg.name for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT]
         names = iter(inputs)
         constants = [spec for spec in signature.input_specs if spec.kind == InputKind.CONSTANT_TENSOR]
         for spec in self.second.graph_signature.input_specs:
             node = theirs.get(spec.arg.name)
             if spec.kind == InputKind.USER_INPUT:
-                twin = mine.get(next(names))
+                twin = ours.get(next(names))
             elif spec.kind == InputKind.CONSTANT_TENSOR:
                 value = self.second.constants[str(spec.target)]
                 same = [c for c in constants if _is_same(self.first.constants[str(c.target)], value)]
-                twin = mine[same[0].arg.name] if same else self._add_constant(node, value)
+                twin = ours[same[0].arg.name] if same else self._add_constant(node, value)
             else:
                 twin = places.get((spec.kind, spec.target))
             if node is None:
@@ -181,26 +181,26 @@ class _Merged:
         placeholder.meta = dict(node.meta)
         self.first.constants[name] = value
         spec = next(s for s in self.second.graph_signature.input_specs if s.arg.name == node.name)
-        arg = type(spec.arg)(name=placeholder.name)  # type: ignore[call-arg]
+        arg = type(spec.arg)(name=placeholder.name)
         self.first.graph_signature.input_specs.insert(0, replace(spec, arg=arg, target=name))
         return placeholder
 
     def _share_beginning(self) -> None:
         """All that comes before the question is made in any case; what only the second way reads of it was dropped from
         the first."""
-        known: dict[Any, list[fx.Node]] = {}
-        for node in _until(self.asked[0]):
-            known.setdefault((_what(node), tuple(_reads(node))), []).append(node)
-        for node in _until(self.asked[1]):
-            alike = known.get((_what(node), tuple(self.twins[x] for x in _reads(node))))
+        by_call: dict[Any, list[fx.Node]] = {}
+        for node in _until(self.question[0]):
+            by_call.setdefault((_what(node), tuple(_reads(node))), []).append(node)
+        for node in _until(self.question[1]):
+            alike = by_call.get((_what(node), tuple(self.twins[x] for x in _reads(node))))
             if alike:
                 self.twins[node] = alike.pop(0)
                 continue
             self._require_plain(node)
-            with self.graph.inserting_before(self.asked[0]):
+            with self.graph.inserting_before(self.question[0]):
                 self.twins[node] = copy = self.graph.node_copy(node, self.twins.__getitem__)
             copy.meta = dict(node.meta)
-        if self.twins[self.asked[1]] is not self.asked[0]:
+        if self.twins[self.question[1]] is not self.question[0]:
             raise self.refused("what comes before the question differs")
 
     def _results(self) -> list[tuple[OutputSpec, Pair | Any]]:
@@ -209,31 +209,31 @@ class _Merged:
         changes, returned = zip(*(_read_outputs(program) for program in (self.first, self.second)), strict=True)
         results: list[tuple[OutputSpec, Pair | Any]] = []
         for place in {**changes[0], **changes[1]}:
-            (spec, mine), (_, theirs) = (
-                of.get(place) or ((changes[0] | changes[1])[place][0], _before(place, program))
+            (spec, ours), (_, theirs) = (
+                of.get(place) or ((changes[0] | changes[1])[place][0], _value_before(place, program))
                 for of, program in zip(changes, (self.first, self.second), strict=True)
             )
-            results.append((spec, (mine, theirs)))
+            results.append((spec, (ours, theirs)))
         if len(returned[0]) != len(returned[1]):
             raise self.refused("one returns more than the other")
-        for (spec, mine), (other, theirs) in zip(returned[0][:-1], returned[1][:-1], strict=True):
+        for (spec, ours), (other, theirs) in zip(returned[0][:-1], returned[1][:-1], strict=True):
             if type(spec.arg) is not type(other.arg):
                 raise self.refused("one returns a tensor and the other does not")
-            if isinstance(spec.arg, ConstantArgument) and (type(mine) is not type(theirs) or mine != theirs):
-                raise self.refused(f"one returns {mine!r}, and the other {theirs!r}")
-            results.append((spec, mine if isinstance(spec.arg, ConstantArgument) else (mine, theirs)))
+            if isinstance(spec.arg, ConstantArgument) and (type(ours) is not type(theirs) or ours != theirs):
+                raise self.refused(f"one returns {ours!r}, and the other {theirs!r}")
+            results.append((spec, ours if isinstance(spec.arg, ConstantArgument) else (ours, theirs)))
         return results
 
-    def _common_end(self, mine: Sequence[fx.Node], theirs: Sequence[fx.Node], results: Sequence[Pair]) -> list[Pair]:
+    def _common_end(self, ours: Sequence[fx.Node], theirs: Sequence[fx.Node], results: Sequence[Pair]) -> list[Pair]:
         """The longest end of both ways that does the same with what corresponds.
 
         Args:
-            mine, theirs: what is made after the question.
+            ours, theirs: what is made after the question.
             results: what both return.
         """
-        most = min(len(mine), len(theirs))
-        length = next((i for i in range(most) if not _do_the_same(mine[-1 - i], theirs[-1 - i])), most)
-        pairs = list(zip(mine[len(mine) - length :], theirs[len(theirs) - length :], strict=True))
+        most = min(len(ours), len(theirs))
+        length = next((i for i in range(most) if not _do_the_same(ours[-1 - i], theirs[-1 - i])), most)
+        pairs = list(zip(ours[len(ours) - length :], theirs[len(theirs) - length :], strict=True))
         while True:
             places = {node: i for i, pair in enumerate(pairs) for node in pair}
             too_early = 0  # so many pairs do not belong to the end
@@ -272,16 +272,16 @@ class _Merged:
         if any(map(free_unbacked_symbols, pytree.tree_leaves(node.meta.get("val")))):
             raise self.refused("one reads a tensor's value into Python, or makes a size of it")
 
-    def _join(self, mine: Sequence[fx.Node], theirs: Sequence[fx.Node], joints: Sequence[Pair]) -> dict[Pair, fx.Node]:
+    def _join(self, ours: Sequence[fx.Node], theirs: Sequence[fx.Node], joints: Sequence[Pair]) -> dict[Pair, fx.Node]:
         """Inserts the call that runs one way or the other; what stands for each pair behind it.
 
         Args:
-            mine, theirs: the calls of each way.
+            ours, theirs: the calls of each way.
             joints: what the common end reads of them.
         """
         if not joints:
             return {}
-        ways = [_needed(mine, [x for x, _ in joints]), _needed(theirs, [y for _, y in joints])]
+        ways = [_select_needed(ours, [x for x, _ in joints]), _select_needed(theirs, [y for _, y in joints])]
         inside = {*ways[0], *ways[1]}
         read = {
             self.twins.get(x, x): None
@@ -293,17 +293,17 @@ class _Merged:
             self._graph_of(way, [pair[i] for pair in joints], operands)
             for i, way in enumerate(ways)
         ]  # fmt: skip
-        target, arguments = control_operator(IF_ELSE, [self.asked[0], *graphs, tuple(operands)])
-        behind = mine[-1] if mine else self.asked[0]
+        target, arguments = control_operator(IF_ELSE, [self.question[0], *graphs, tuple(operands)])
+        behind = ours[-1] if ours else self.question[0]
         with self.graph.inserting_after(behind):
             call = self.graph.call_function(target, tuple(arguments))
-        call.meta = {**marks_of(self.asked[0]), "val": tuple(x.meta["val"] for x, _ in joints)}
+        call.meta = {**marks_of(self.question[0]), "val": tuple(x.meta["val"] for x, _ in joints)}
         joined: dict[Pair, fx.Node] = {}
         last = call
         for i, pair in enumerate(joints):
             with self.graph.inserting_after(last):
                 joined[pair] = last = self.graph.call_function(operator.getitem, (call, i))
-            last.meta = {**marks_of(self.asked[0]), "val": pair[0].meta["val"]}
+            last.meta = {**marks_of(self.question[0]), "val": pair[0].meta["val"]}
         return joined
 
     def _graph_of(
@@ -401,7 +401,7 @@ def _explain(x: fx.Node, y: fx.Node) -> str:
     return f"one makes {shown[0]} of what is {shown[1]} on the other".replace("torch.", "")
 
 
-def _needed(way: Sequence[fx.Node], results: Collection[fx.Node]) -> list[fx.Node]:
+def _select_needed(way: Sequence[fx.Node], results: Collection[fx.Node]) -> list[fx.Node]:
     """The calls of a way that results are made of."""
     needed = {*results}
     for node in reversed(way):
@@ -429,7 +429,7 @@ def _read_outputs(program: ExportedProgram) -> tuple[Changes, list[tuple[OutputS
     return changes, [row for row in rows if row[0].kind == OutputKind.USER_OUTPUT]
 
 
-def _before(place: tuple[OutputKind, str | None], program: ExportedProgram) -> fx.Node:
+def _value_before(place: tuple[OutputKind, str | None], program: ExportedProgram) -> fx.Node:
     """What a program does not change."""
     names = {spec.target or spec.arg.name: spec.arg.name for spec in program.graph_signature.input_specs}
     name = names.get(str(place[1]), str(place[1]))
