@@ -7,6 +7,7 @@ graph is made functional, brought into the few canonical operators that rules sp
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
@@ -24,7 +25,7 @@ from autoparallel.capture.describe import describe
 from autoparallel.capture.functional.functional import make_functional
 from autoparallel.capture.functional.layers import NotAlike, Stack, find_stacks, leave_out
 from autoparallel.capture.functional.passes import filling_passes, resolving_passes, tracing_passes
-from autoparallel.capture.functional.ways import Way, merge
+from autoparallel.capture.functional.ways import Way, literals_of, merge
 from autoparallel.capture.python.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss, refused_draw
 from autoparallel.capture.python.recorder import LOSS, Recorder, StateChangedError
 from autoparallel.capture.refusals.refusals import (
@@ -36,7 +37,7 @@ from autoparallel.capture.refusals.refusals import (
     require_same_memory,
 )
 from autoparallel.capture.tracing.drawn_numbers import require_dropped
-from autoparallel.capture.tracing.trace import Trace
+from autoparallel.capture.tracing.trace import Answers, Question, Trace
 from autoparallel.capture.tracing.tracing import everything_seen
 from autoparallel.capture.training import Training
 from autoparallel.capture.user_warnings import only_the_users
@@ -66,6 +67,9 @@ AS_COMPILED = (
     "the model asks whether it is compiled at %s, and is told that it is: the way that it goes otherwise cannot be "
     "traced (%s)"
 )
+
+_MOST_REHEARSED = 256
+"""How often a call may ask for a tensor's value where it is not traced."""
 
 LEFT_OUT = "the program leaves out a check of values, which eager makes at every call, at %s"
 
@@ -212,10 +216,9 @@ class Attempt:
         wrapper.findings.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
         return wrapper
 
-    def run(self, wrapper: nn.Module) -> Any:
-        """Runs a copy without a trace."""
-        assert isinstance(wrapper, Training)
-        self.rehearsals.append(_trace_of(wrapper))
+    def run(self, wrapper: Training, answer: bool = True) -> Any:
+        """Runs a copy without a trace, with one answer for all that Python asks of tensors' values."""
+        self.rehearsals.append(_trace_of(wrapper, [], answers=Answers(rest=answer, most=_MOST_REHEARSED)))
         with everything_seen(self.rehearsals[-1]):
             results = wrapper(*self.inputs)
         require_dropped(self.rehearsals[-1].drawn)
@@ -264,7 +267,10 @@ class Attempt:
             """A trace of all ways that begin with some answers."""
             wrapper = self.make()
             leave_out(wrapper, stacks)
-            trace = _trace_of(wrapper, as_compiled=as_compiled, answers=answers, calls=calls, hooks=hooks)
+            trace = _trace_of(
+                wrapper, wrapper.findings.questions, answers=Answers(answers), as_compiled=as_compiled,
+                calls=calls, hooks=hooks,
+            )  # fmt: skip
             way = self._trace_way(wrapper, trace)
             while (number := len(trace.questions) - 1) >= len(answers):
                 before = (*answers, *[True] * (number - len(answers)))
@@ -279,18 +285,18 @@ class Attempt:
     def _trace_way(self, wrapper: Training, trace: Trace) -> Way:
         """The trace of one way: that of the trace's answers, and of True to each further question."""
         try:
-            program, draws = _export(wrapper, self.inputs, self.shapes, trace)
+            way = _export(wrapper, self.inputs, self.shapes, trace)
         except CaptureError as error:
             if error.__cause__ is None or not trace.questions:
                 raise
             number = len(trace.questions) - 1
-            way = f"where the answer is {trace.answer(number)} at {trace.questions[number].line}"
-            raise CaptureError(f"{error}\nThat is on the way {way}: {INSTEAD_OF_WAYS}.") from error.__cause__
+            place = f"where the answer is {trace.answers[number]} at {trace.questions[number].line}"
+            raise CaptureError(f"{error}\nThat is on the way {place}: {INSTEAD_OF_WAYS}.") from error.__cause__
         finally:
             self.asked_at = self.asked_at or trace.asked_at
             self.fixed.update(dict.fromkeys(trace.fixed.values()))
         require_dropped(trace.drawn)
-        return Way(program, wrapper.findings, wrapper.recorder, trace, draws)
+        return way
 
     def capture(self) -> Captured:
         """Runs a copy, and traces another as that has shown it to be.
@@ -316,18 +322,33 @@ class Attempt:
             LOGGER.warning(NOT_AGAIN, line_of(rest[0]))
         return captured
 
+    def _rehearse(self, whole: Training) -> tuple[list[Stack], Exception | None]:
+        """Runs the whole model, without a trace, to see what it reads of Python: the stacks of layers that need not be
+        traced, and how it failed, if it did."""
+        try:
+            stacks = find_stacks(whole, self.make, self.run, self._reads)
+            if stacks and self.rehearsals[0].questions:
+                no = functools.partial(self.run, answer=False)
+                stacks = stacks if find_stacks(self.make(), self.make, no, self._reads) == stacks else []
+        except CaptureError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a model cannot do here, tracing it will say better
+            return [], error
+        inside = tuple(f"{stack.path}." for stack in stacks)
+        return ([] if any(f"model.{name}".startswith(inside) for name in whole.findings.attributes) else stacks), None
+
     def _capture(self) -> Captured:
         reads = self._reads
         with self.mode:
             whole = self.make()
             try:
-                stacks, failed = _rehearse(whole, self.make, self.run, reads)
+                stacks, failed = self._rehearse(whole)
             except StateChangedError as error:
                 raise _with_line(error, self.make(), self._make_reads(), self.run) from None
         drawn = self.rehearsals[0].drawn
         if failed and drawn:  # perhaps because of what was drawn
             raise refused_draw("Python's random", drawn[0][0]) from None
-        with reads if failed else nullcontext():
+        with reads if failed or self.rehearsals[0].questions else nullcontext():
             try:
                 captured = self.trace(stacks)
             except NotAlike:
@@ -379,23 +400,8 @@ def _alike(specs: Sequence[InputSpec | Any]) -> list[list[tuple[int, int]]]:
     return list(sets.values()) if any(kind == "length" for kind, _ in sets) else []
 
 
-def _rehearse(
-    whole: Training, make: Callable[[], nn.Module], run: Callable[[nn.Module], Any], reads: GlobalsRead
-) -> tuple[list[Stack], Exception | None]:
-    """Runs the whole model once, without a trace, to see what it reads of Python: the stacks of layers that need not be
-    traced, and how it failed, if it did."""
-    try:
-        stacks = find_stacks(whole, make, run, reads)
-    except CaptureError:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever a model cannot do here, tracing it will say better
-        return [], error
-    inside = tuple(f"{stack.path}." for stack in stacks)
-    return ([] if any(f"model.{name}".startswith(inside) for name in whole.findings.attributes) else stacks), None
-
-
 def _with_line(
-    error: StateChangedError, wrapper: Training, reads: GlobalsRead, run: Callable[[nn.Module], Any]
+    error: StateChangedError, wrapper: Training, reads: GlobalsRead, run: Callable[[Any], Any]
 ) -> CaptureError:
     """What a run changes that no trace can show, with the line that does, for which a copy runs again."""
 
@@ -406,11 +412,15 @@ def _with_line(
     return error.at(first_line(again, lambda: error.has_changed(wrapper.recorder, reads)))
 
 
-def _trace_of(wrapper: Training, **options: Any) -> Trace:
-    """What a trace of a copy of the model notes beside operators."""
+def _trace_of(wrapper: Training, questions: list[Question], **options: Any) -> Trace:
+    """What a trace of a copy of the model notes beside operators.
+
+    Args:
+        questions: the tensors are added that Python asks whether they hold.
+    """
     paths = {id(module): path for path, module in wrapper.model.named_modules()}
     findings = wrapper.findings
-    return Trace(findings.originals, paths, findings.existing, findings.left_out, findings.questions, **options)
+    return Trace(findings.originals, paths, findings.existing, findings.left_out, questions, **options)
 
 
 def _shapes_of(inputs: tuple[Any, ...], leaves: Sequence[Any], dynamic: Sequence[dict[int, Any] | None]) -> Any:
@@ -422,8 +432,8 @@ def _shapes_of(inputs: tuple[Any, ...], leaves: Sequence[Any], dynamic: Sequence
     return shapes.dynamic_shapes(lambda args, kwargs: None, inputs)
 
 
-def _export(wrapper: Training, inputs: tuple[Any, ...], shapes: Any, trace: Trace) -> tuple[ExportedProgram, int]:
-    """The trace as values, and how many times it draws random numbers."""
+def _export(wrapper: Training, inputs: tuple[Any, ...], shapes: Any, trace: Trace) -> Way:
+    """The trace as values."""
     try:
         with everything_seen(trace):
             program = export(wrapper, inputs, dynamic_shapes=shapes, strict=False)
@@ -431,7 +441,9 @@ def _export(wrapper: Training, inputs: tuple[Any, ...], shapes: Any, trace: Trac
             with trace.silent():
                 findings = run_passes(tracing_passes(program.graph, trace.calls), program.graph_module)
                 _name_outputs(program)
-                return make_functional(program), findings[Draws].count
+                literals = literals_of(program)
+                program = make_functional(program)
+                return Way(program, wrapper.findings, wrapper.recorder, trace, findings[Draws].count, literals)
     except CaptureError:
         raise
     except Exception as error:

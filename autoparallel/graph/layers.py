@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autoparallel.operators.control_flow import kind_of
 from autoparallel.operators.draws import NUMBERS
 
 
@@ -167,7 +168,7 @@ class Kinds:
             return "_"
 
         arguments = repr(fx.map_arg((args, node.kwargs), note))
-        self._calls[node] = (node.target, arguments, self.of(node), node.meta["key"].rpartition("/")[2]), reads
+        self._calls[node] = (kind_of(node.target), arguments, self.of(node), node.meta["key"].rpartition("/")[2]), reads
         return self._calls[node]
 
 

@@ -9,7 +9,8 @@ its graphs do may be cut.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -117,6 +118,38 @@ def _operator(name: str, places: Sequence[bool], graphs: Sequence[fx.GraphModule
     call.graphs = graphs  # type: ignore[attr-defined]
     call.of_graphs = functools.partial(_operator, name, places)  # type: ignore[attr-defined]
     return call
+
+
+def is_choice(target: Any) -> bool:
+    """Whether an operator is Python's own ``if``."""
+    return bool(inner_graphs(target)) and target.__name__ == IF_ELSE
+
+
+def kind_of(target: Any) -> Hashable:
+    """What an operator does: of one that runs graphs its name and theirs, but for the names in them, else itself."""
+    graphs = inner_graphs(target)
+    return (target.__name__, *map(calls_of, graphs)) if graphs else target
+
+
+def calls_of(module: fx.GraphModule) -> tuple[Hashable, ...]:
+    """The calls of a graph, each with its arguments and the places of what it reads, without names."""
+    places = {node: i for i, node in enumerate(module.graph.nodes)}
+    calls: list[Hashable] = []
+    for node in module.graph.nodes:
+        reads: list[int] = []
+
+        def note(x: fx.Node, reads: list[int] = reads) -> str:
+            reads.append(places[x])
+            return "_"
+
+        what: Hashable = node.op
+        if node.op == "call_function":
+            what = kind_of(node.target)
+        elif node.op == "get_attr":
+            value = operator.attrgetter(str(node.target))(module)
+            what = calls_of(value) if isinstance(value, fx.GraphModule) else id(value)
+        calls.append((what, repr(fx.map_arg((node.args, node.kwargs), note)), *reads))
+    return tuple(calls)
 
 
 def inner_graphs(target: Any) -> Sequence[fx.GraphModule]:

@@ -3,7 +3,7 @@
 - ``functional``: a trace as values; ``composites``: what stands for operators that are composed of others and have no
   rule.
 - ``passes``: the passes of a capture, in their order.
-- ``outputs``: says which output is the loss; ``ways``: makes one program of traces that Python has gone on from a
-  value in two ways.
+- ``outputs``: says which output is the loss.
+- ``ways``: those that a call may take by a tensor's value, as one program.
 - ``layers``: those that repeat, traced once.
 """

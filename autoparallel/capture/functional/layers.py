@@ -10,13 +10,15 @@ came before all layers, and their own parameters under the same names, of the sa
 from elsewhere what the others read of the layer before. The model without the inner layers of its stacks is run and
 recorded, too, and must say the same everywhere else, with the same values in tensors that it makes of numbers. After
 tracing, the graph's last two layers of a stack must again be equal, node by node, and what follows may read the last
-one alone. Draws of random numbers count on from layer to layer, as in a trace of all. Layers change no buffers of their
-own. Where anything differs, the whole model is traced.
+one alone. Where layers ask for a tensor's value, once each, all of this must hold for both answers. Draws of random
+numbers count on from layer to layer, as in a trace of all. Layers change no buffers of their own. Where anything
+differs, the whole model is traced.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -61,7 +63,7 @@ class Stack:
 
 
 def find_stacks(
-    model: nn.Module, make: Callable[[], nn.Module], run: Callable[[nn.Module], Any], watch: AbstractContextManager[Any]
+    model: nn.Module, make: Callable[[], nn.Module], run: Callable[[Any], Any], watch: AbstractContextManager[Any]
 ) -> list[Stack]:
     """The stacks of layers that need not be traced (see [Note: when that is sound]); the model runs in any case.
 
@@ -140,6 +142,7 @@ class _Recorder(_torch.export.UnnoticedMode):
         trace, results = CURRENT.value, pytree.tree_leaves(makes)
         call.meta["key"] = str((torch.is_grad_enabled(), trace is not None and trace.in_region))
         call.meta["val"] = str(list(map(_kind, results)))
+        call.meta["questions"] = 0 if trace is None else len(trace.questions)
         self._sources |= {id(x): (call, i) for i, x in enumerate(results) if isinstance(x, torch.Tensor)}
         self._held += results
         self.calls.append(call)
@@ -182,7 +185,7 @@ class _Record:
     """
 
     def __init__(
-        self, model: nn.Module, run: Callable[[nn.Module], Any], watch: AbstractContextManager[Any] | None = None
+        self, model: nn.Module, run: Callable[[Any], Any], watch: AbstractContextManager[Any] | None = None
     ) -> None:
         tensors = _torch.tensors.named_tensors(model)
         recorder = _Recorder({id(tensor): name for name, tensor in reversed(tensors)})
@@ -226,7 +229,9 @@ class _Record:
                 first -= 1
             if first and self._repeats(path, first, None):  # of the first one, what enters may come from elsewhere
                 first -= 1
-            if len(layers) - first - _KEPT >= _LEAST_SAVED:
+            questions = [layer[0].meta["questions"] for layer in layers[first:]]
+            once = all(b - a <= 1 for a, b in itertools.pairwise(questions))
+            if len(layers) - first - _KEPT >= _LEAST_SAVED and once:
                 stacks.append(Stack(path, first, len(layers) - first))
         return stacks
 

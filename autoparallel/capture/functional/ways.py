@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, OutputSpec
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import free_unbacked_symbols, graph_module, size_guards
@@ -33,7 +33,7 @@ from autoparallel.capture.training import Findings
 from autoparallel.graph.captured import CaptureError, SizeGuard, refusal
 from autoparallel.graph.layers import draw_of
 from autoparallel.graph.lines import marks_of
-from autoparallel.operators.control_flow import IF_ELSE, control_operator, inner_graphs
+from autoparallel.operators.control_flow import IF_ELSE, calls_of, control_operator, kind_of
 from autoparallel.operators.opaque import CALL, HOOK
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
 
@@ -41,12 +41,25 @@ Pair = tuple[fx.Node, fx.Node]
 """What stands at one place in both ways: a node of the first and one of the second."""
 
 
+def literals_of(program: ExportedProgram) -> set[str]:
+    """The constants that a trace, not yet functional, makes of numbers: it copies them."""
+    targets = {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs}
+    placeholders = program.graph.find_nodes(op="placeholder")
+    return {targets[n.name] for n in placeholders if n.users and all(u.target is _LIFT for u in n.users)}
+
+
+_LIFT = torch.ops.aten.lift_fresh_copy.default
+
+
 @dataclass
 class Way:
     """A trace of a model, functional, that has been given some answers.
 
-    Attributes:
+    Args:
         draws: how many times it draws random numbers.
+        literals: the constants that the model makes of numbers (``torch.tensor(0.5)``), each trace its own.
+
+    Attributes:
         guards: what it takes for granted of sizes.
         state: what it has read of Python's.
     """
@@ -56,6 +69,7 @@ class Way:
     recorder: Recorder
     trace: Trace
     draws: int
+    literals: set[str]
 
     def __post_init__(self) -> None:
         values = [node.meta.get("val") for node in self.program.graph.find_nodes(op="placeholder")]
@@ -79,7 +93,7 @@ def merge(first: Way, second: Way) -> None:
         )  # fmt: skip
 
     _require_same_python(first, second, refused)
-    _Merged(first.program, second.program, len(first.findings.questions) - 1, refused).make()
+    _Merged(first, second, refused).make()
     first.findings.questions.pop()
     first.findings.left_out.update(second.findings.left_out)
     first.guards.update(second.guards)
@@ -106,17 +120,16 @@ class _Merged:
     """The merging of two programs.
 
     Args:
-        first, second: the programs; the first is rewritten.
-        number: of the question to which they have had different answers, and which is the last result of both.
+        first, second: the ways; the program of the first is rewritten. The last result of each is the question to which
+            they have had different answers.
         refused: makes the error.
     """
 
-    def __init__(
-        self, first: ExportedProgram, second: ExportedProgram, number: int, refused: Callable[[str], CaptureError]
-    ) -> None:
-        self.first, self.second, self.refused = first, second, refused
-        self.graph = first.graph
-        self.question: Pair = tuple(program.graph.output_node().args[0][-1] for program in (first, second))
+    def __init__(self, first: Way, second: Way, refused: Callable[[str], CaptureError]) -> None:
+        self.first, self.second, self.refused = first.program, second.program, refused
+        self.literals = first.literals, second.literals
+        self.graph = self.first.graph
+        self.questions = _last_result(self.first), _last_result(self.second)
         self.twins: dict[fx.Node, fx.Node] = {}  # of what the second has in common with the first
 
     def make(self) -> None:
@@ -124,24 +137,26 @@ class _Merged:
         self._share_inputs()
         self._share_beginning()
         results = self._results()
-        ours, theirs = (_behind(node) for node in self.question)
-        pairs = self._common_end(ours, theirs, [pair for _, pair in results if isinstance(pair, tuple)])
+        first, second = (_calls_behind(question) for question in self.questions)
+        pairs = self._common_end(first, second, [pair for _, pair in results if isinstance(pair, tuple)])
         self.twins.update((b, a) for a, b in pairs)
-        ways = ours[: len(ours) - len(pairs)], theirs[: len(theirs) - len(pairs)]
-        for node in (*ways[0], *ways[1]):
+        first, second = (way[: len(way) - len(pairs)] for way in (first, second))
+        for node in (*first, *second):
             self._require_plain(node)
         joints = {self._key(x, y): None for a, b in pairs for x, y in zip(_reads(a), _reads(b), strict=True)}
         joints |= {self._key(*pair): None for _, pair in results if isinstance(pair, tuple)}
-        joined = self._join(*ways, [pair for pair in joints if pair[0] is not pair[1]])
+        results_of = self._join(first, second, [pair for pair in joints if pair[0] is not pair[1]])
 
         def follow(x: fx.Node, y: fx.Node) -> fx.Node:
-            return joined.get(self._key(x, y), x)
+            return results_of.get(self._key(x, y), x)
 
         for a, b in pairs:
             others = iter(_reads(b))
             a.args, a.kwargs = fx.map_arg((a.args, a.kwargs), lambda x, others=others: follow(x, next(others)))  # type: ignore[misc]
-        self._return([(spec, follow(*pair) if isinstance(pair, tuple) else pair) for spec, pair in results])
-        for node in reversed(ways[0]):
+        values = [follow(*pair) if isinstance(pair, tuple) else pair for _, pair in results]
+        self.graph.output_node().args = (tuple(values),)
+        self.first.graph_signature.output_specs[:] = [spec for spec, _ in results]
+        for node in reversed(first):
             self.graph.erase_node(node)
 
     # -- what is in both ways -------------------------------------------------------------------------------------
@@ -151,17 +166,15 @@ class _Merged:
         ours, theirs = ({n.name: n for n in p.graph.find_nodes(op="placeholder")} for p in (self.first, self.second))
         signature = self.first.graph_signature
         places = {(spec.kind, spec.target): ours.get(spec.arg.name) for spec in signature.input_specs}
-        inputs = [spec.arg.name for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT]
-        names = iter(inputs)
+        names = iter([spec.arg.name for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT])
         constants = [spec for spec in signature.input_specs if spec.kind == InputKind.CONSTANT_TENSOR]
         for spec in self.second.graph_signature.input_specs:
             node = theirs.get(spec.arg.name)
             if spec.kind == InputKind.USER_INPUT:
                 twin = ours.get(next(names))
             elif spec.kind == InputKind.CONSTANT_TENSOR:
-                value = self.second.constants[str(spec.target)]
-                same = [c for c in constants if _is_same(self.first.constants[str(c.target)], value)]
-                twin = ours[same[0].arg.name] if same else self._add_constant(node, value)
+                same = [c.arg.name for c in constants if self._is_one(str(c.target), str(spec.target))]
+                twin = ours[same[0]] if same else self._add_constant(node, spec)
             else:
                 twin = places.get((spec.kind, spec.target))
             if node is None:
@@ -170,37 +183,47 @@ class _Merged:
                 raise self.refused("one fixes a size that the other leaves open") from ValueError("sizes differ")
             self.twins[node] = twin
 
-    def _add_constant(self, node: fx.Node | None, value: Any) -> fx.Node | None:
+    def _is_one(self, name: str, other: str) -> bool:
+        """Whether a constant of the first and one of the second are one tensor."""
+        a, b = self.first.constants[name], self.second.constants[other]
+        if name not in self.literals[0] or other not in self.literals[1]:
+            return a is b
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+    def _add_constant(self, node: fx.Node | None, spec: InputSpec) -> fx.Node | None:
+        """Gives the first a constant of the second."""
         if node is None:
             return None
         name = f"{node.target}_other"
-        while name in self.first.constants or any(n.name == name for n in self.graph.find_nodes(op="placeholder")):
+        while name in self.first.constants:
             name += "_"
         with self.graph.inserting_before(next(iter(self.graph.nodes))):
             placeholder = self.graph.placeholder(name)
         placeholder.meta = dict(node.meta)
-        self.first.constants[name] = value
-        spec = next(s for s in self.second.graph_signature.input_specs if s.arg.name == node.name)
-        arg = type(spec.arg)(name=placeholder.name)
-        self.first.graph_signature.input_specs.insert(0, replace(spec, arg=arg, target=name))
+        self.first.constants[name] = self.second.constants[str(spec.target)]
+        if str(spec.target) in self.literals[1]:
+            self.literals[0].add(name)
+        self.first.graph_signature.input_specs.insert(
+            0, replace(spec, arg=TensorArgument(placeholder.name), target=name)
+        )
         return placeholder
 
     def _share_beginning(self) -> None:
         """All that comes before the question is made in any case; what only the second way reads of it was dropped from
         the first."""
-        by_call: dict[Any, list[fx.Node]] = {}
-        for node in _until(self.question[0]):
-            by_call.setdefault((_what(node), tuple(_reads(node))), []).append(node)
-        for node in _until(self.question[1]):
-            alike = by_call.get((_what(node), tuple(self.twins[x] for x in _reads(node))))
+        table: dict[Any, list[fx.Node]] = {}
+        for node in _calls_to(self.questions[0]):
+            table.setdefault((_what(node), tuple(_reads(node))), []).append(node)
+        for node in _calls_to(self.questions[1]):
+            alike = table.get((_what(node), tuple(self.twins[x] for x in _reads(node))))
             if alike:
                 self.twins[node] = alike.pop(0)
                 continue
             self._require_plain(node)
-            with self.graph.inserting_before(self.question[0]):
+            with self.graph.inserting_before(self.questions[0]):
                 self.twins[node] = copy = self.graph.node_copy(node, self.twins.__getitem__)
             copy.meta = dict(node.meta)
-        if self.twins[self.question[1]] is not self.question[0]:
+        if self.twins[self.questions[1]] is not self.questions[0]:
             raise self.refused("what comes before the question differs")
 
     def _results(self) -> list[tuple[OutputSpec, Pair | Any]]:
@@ -210,7 +233,7 @@ class _Merged:
         results: list[tuple[OutputSpec, Pair | Any]] = []
         for place in {**changes[0], **changes[1]}:
             (spec, ours), (_, theirs) = (
-                of.get(place) or ((changes[0] | changes[1])[place][0], _value_before(place, program))
+                of.get(place) or ((changes[0] | changes[1])[place][0], _place_of(place, program))
                 for of, program in zip(changes, (self.first, self.second), strict=True)
             )
             results.append((spec, (ours, theirs)))
@@ -281,7 +304,7 @@ class _Merged:
         """
         if not joints:
             return {}
-        ways = [_select_needed(ours, [x for x, _ in joints]), _select_needed(theirs, [y for _, y in joints])]
+        ways = [_calls_for(ours, [x for x, _ in joints]), _calls_for(theirs, [y for _, y in joints])]
         inside = {*ways[0], *ways[1]}
         read = {
             self.twins.get(x, x): None
@@ -289,22 +312,19 @@ class _Merged:
             if x not in inside
         }
         operands = [node for node in self.graph.nodes if node in read]
-        graphs = [
-            self._graph_of(way, [pair[i] for pair in joints], operands)
-            for i, way in enumerate(ways)
-        ]  # fmt: skip
-        target, arguments = control_operator(IF_ELSE, [self.question[0], *graphs, tuple(operands)])
-        behind = ours[-1] if ours else self.question[0]
+        graphs = [self._graph_of(way, [pair[i] for pair in joints], operands) for i, way in enumerate(ways)]
+        target, arguments = control_operator(IF_ELSE, [self.questions[0], *graphs, tuple(operands)])
+        behind = ours[-1] if ours else self.questions[0]
         with self.graph.inserting_after(behind):
             call = self.graph.call_function(target, tuple(arguments))
-        call.meta = {**marks_of(self.question[0]), "val": tuple(x.meta["val"] for x, _ in joints)}
-        joined: dict[Pair, fx.Node] = {}
+        call.meta = {**marks_of(self.questions[0]), "val": tuple(x.meta["val"] for x, _ in joints)}
+        results: dict[Pair, fx.Node] = {}
         last = call
         for i, pair in enumerate(joints):
             with self.graph.inserting_after(last):
-                joined[pair] = last = self.graph.call_function(operator.getitem, (call, i))
-            last.meta = {**marks_of(self.question[0]), "val": pair[0].meta["val"]}
-        return joined
+                results[pair] = last = self.graph.call_function(operator.getitem, (call, i))
+            last.meta = {**marks_of(self.questions[0]), "val": pair[0].meta["val"]}
+        return results
 
     def _graph_of(
         self, way: Sequence[fx.Node], results: Sequence[fx.Node], operands: Sequence[fx.Node]
@@ -327,16 +347,17 @@ class _Merged:
         module.recompile()
         return module
 
-    def _return(self, results: Sequence[tuple[OutputSpec, Any]]) -> None:
-        """Makes the results those of the program."""
-        self.graph.output_node().args = (tuple(value for _, value in results),)
-        self.first.graph_signature.output_specs[:] = [spec for spec, _ in results]
-
 
 # --------------------------------------------------------------------------------------------------- reading graphs
 
 
-def _until(last: fx.Node) -> Iterator[fx.Node]:
+def _last_result(program: ExportedProgram) -> fx.Node:
+    results: Any = program.graph.output_node().args[0]
+    last: fx.Node = results[-1]
+    return last
+
+
+def _calls_to(last: fx.Node) -> Iterator[fx.Node]:
     """The calls before a node, and that."""
     for node in last.graph.nodes:
         if node.op != "placeholder":
@@ -345,7 +366,7 @@ def _until(last: fx.Node) -> Iterator[fx.Node]:
             return
 
 
-def _behind(first: fx.Node) -> list[fx.Node]:
+def _calls_behind(first: fx.Node) -> list[fx.Node]:
     """The calls after a node."""
     nodes = list(first.graph.nodes)
     return [node for node in nodes[nodes.index(first) + 1 :] if node.op not in ("placeholder", "output")]
@@ -362,25 +383,14 @@ def _what(node: fx.Node) -> tuple[Any, ...]:
     """A call without what it reads."""
     arguments = repr(fx.map_arg((node.args, node.kwargs), lambda _: "_"))
     if node.op == "get_attr":
-        module = node.graph.owning_module.get_submodule(str(node.target))  # type: ignore[union-attr]
-        return node.op, _signature(module.graph), arguments  # type: ignore[arg-type]
-    graphs = inner_graphs(node.target)
-    target = (IF_ELSE, *(_signature(module.graph) for module in graphs)) if graphs else node.target
-    return node.op, target, arguments
+        module: Any = node.graph.owning_module.get_submodule(str(node.target))  # type: ignore[union-attr]
+        return node.op, calls_of(module), arguments
+    return node.op, kind_of(node.target), arguments
 
 
 def _do_the_same(a: fx.Node, b: fx.Node) -> bool:
     """Whether two calls are alike but for what they read."""
     return _what(a) == _what(b) and _alike(a, b)
-
-
-def _signature(graph: fx.Graph) -> tuple[Any, ...]:
-    """A graph but for its names."""
-    places = {node: i for i, node in enumerate(graph.nodes)}
-    return tuple(
-        (node.op if node.op == "placeholder" else _what(node), tuple(places[x] for x in _reads(node)))
-        for node in graph.nodes
-    )
 
 
 def _alike(x: fx.Node, y: fx.Node) -> bool:
@@ -401,21 +411,13 @@ def _explain(x: fx.Node, y: fx.Node) -> str:
     return f"one makes {shown[0]} of what is {shown[1]} on the other".replace("torch.", "")
 
 
-def _select_needed(way: Sequence[fx.Node], results: Collection[fx.Node]) -> list[fx.Node]:
+def _calls_for(way: Sequence[fx.Node], results: Collection[fx.Node]) -> list[fx.Node]:
     """The calls of a way that results are made of."""
-    needed = {*results}
+    sources = {*results}
     for node in reversed(way):
-        if node in needed:
-            needed.update(_reads(node))
-    return [node for node in way if node in needed]
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    """Whether two constants of traces are one."""
-    if a is b or not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return a is b
-    fake = any(hasattr(x, "fake_mode") for x in (a, b))
-    return not fake and a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+        if node in sources:
+            sources.update(_reads(node))
+    return [node for node in way if node in sources]
 
 
 Changes = dict[tuple[OutputKind, str | None], tuple[OutputSpec, fx.Node]]
@@ -429,7 +431,7 @@ def _read_outputs(program: ExportedProgram) -> tuple[Changes, list[tuple[OutputS
     return changes, [row for row in rows if row[0].kind == OutputKind.USER_OUTPUT]
 
 
-def _value_before(place: tuple[OutputKind, str | None], program: ExportedProgram) -> fx.Node:
+def _place_of(place: tuple[OutputKind, str | None], program: ExportedProgram) -> fx.Node:
     """What a program does not change."""
     names = {spec.target or spec.arg.name: spec.arg.name for spec in program.graph_signature.input_specs}
     name = names.get(str(place[1]), str(place[1]))

@@ -59,7 +59,7 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if passes is not None and not _is_caught(frame):
         trace.left_out[line_of_frame(frame)] = None
         return passes
-    if func is not _BOOL or trace.answers is None or frame.f_code.co_filename.startswith(_torch.export.FOLDER):
+    if func is not _BOOL or frame.f_code.co_filename.startswith(_torch.export.FOLDER):
         return func(*args, **kwargs)
     if not _torch.export.is_fake(tensor) or any(size != 1 for size in tensor.shape):
         return func(*args, **kwargs)

@@ -22,8 +22,23 @@ from autoparallel.graph.lines import line_of_frame
 from autoparallel.operators.current import Current
 from autoparallel.operators.opaque import OpaqueCall
 
-MOST_QUESTIONS = 4
-"""How often a call may ask for a tensor's value: every answer doubles the traces."""
+
+@dataclass(frozen=True)
+class Answers:
+    """What Python is told that asks whether tensors hold.
+
+    Attributes:
+        first: one question after another.
+        rest: all further ones.
+        most: how often it may ask: every question doubles the traces.
+    """
+
+    first: tuple[bool, ...] = ()
+    rest: bool = True
+    most: int = 4
+
+    def __getitem__(self, number: int) -> bool:
+        return self.first[number] if number < len(self.first) else self.rest
 
 
 @dataclass(frozen=True)
@@ -49,8 +64,7 @@ class Trace:
         left_out: the lines of checks of values that the trace leaves out are added.
         questions: the tensors are added that Python has asked whether they hold.
         as_compiled: what the model is told that asks ``torch.compiler.is_compiling()``.
-        answers: what Python is told that asks for a tensor's value, one question after another, and behind the last
-            True; None where it may not ask.
+        answers: what Python is told that asks for a tensor's value.
         calls: what stands behind the names in ``autoparallel::call``, which may be shared by several traces.
         hooks: the tensor hooks behind the names in ``autoparallel::hook``; shared, too.
 
@@ -72,7 +86,7 @@ class Trace:
         questions: list[Question],
         *,
         as_compiled: bool = False,
-        answers: Sequence[bool] | None = None,
+        answers: Answers,
         calls: dict[str, OpaqueCall] | None = None,
         hooks: dict[str, HookTemplate] | None = None,
     ) -> None:
@@ -109,16 +123,11 @@ class Trace:
             CaptureError: where it asks too often.
         """
         number = len(self.questions)
-        if number == MOST_QUESTIONS:
+        if number == self.answers.most:
             what = f"Python asks for a tensor's value for the {number + 1}th time, and every question doubles the ways"
             raise refusal(f"{what} that a call may take,", line, INSTEAD_OF_WAYS)
         self.questions.append(Question(value.detach().clone(), line))
-        return self.answer(number)
-
-    def answer(self, number: int) -> bool:
-        """The answer to one of the questions."""
-        assert self.answers is not None
-        return self.answers[number] if number < len(self.answers) else True
+        return self.answers[number]
 
     @property
     def in_region(self) -> bool:
