@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -71,11 +72,42 @@ class Layers(nn.Module):
         return x
 
 
+class Choice(Perceptron):
+    """Goes one way or the other, by a value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.mid(torch.tanh(self.up(x))))
+        return self.down(h.square() if h.sum() > 0 else self.norm(h))
+
+
+class Scanned(Perceptron):
+    """A recurrence over the features: torch's own second derivatives of a scan are wrong (2.13 takes the first ones for
+    constants), those of a loop are not."""
+
+    loops = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x)).T.contiguous()
+
+        def step(carry: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+            return carry * 0.5 + row.sin(), carry * row
+
+        if not self.loops:
+            return scan(step, h[0], h)[1].T
+        carry, outputs = h[0], []
+        for row in h:
+            carry, output = step(carry, row)
+            outputs.append(output)
+        return torch.stack(outputs).T
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "perceptron": (Perceptron, (8, 8)),
     "images": (Images, (4, 2, 6, 6)),
     "attention": (Attention, (4, 6, 8)),
     "layers": (Layers, (8, 8)),
+    "choice": (Choice, (8, 8)),
+    "scanned": (Scanned, (8, 8)),
 }
 
 Use = Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]
@@ -119,7 +151,9 @@ def _pair(name: str, shape: tuple[int, ...], plan: Any, options: dict[str, Any])
     torch.manual_seed(0)
     plain = MODELS[name][0]().double()
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
-    return plain, autoparallel.compile(copy.deepcopy(plain), mesh, plan=plan, **options)
+    model = autoparallel.compile(copy.deepcopy(plain), mesh, plan=plan, **options)
+    plain.loops = True
+    return plain, model
 
 
 def _train(name: str, use: str, shape: tuple[int, ...], plan: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -165,6 +199,12 @@ def test_gradients_of_inputs_are_differentiated_on_two_ranks(name: str, plan: st
 @pytest.mark.parametrize("plan", ["auto", "fsdp_tensor_parallel"])
 def test_gradients_of_inputs_are_differentiated_on_two_axes(plan: str) -> None:
     for found in run_distributed(_all_uses, "attention", (2, 2), plan, {}, world_size=4):
+        assert max(each["worst"] for each in found.values()) < 1e-9, found
+
+
+@pytest.mark.parametrize("name", ["choice", pytest.param("scanned", marks=pytest.mark.wide)])
+def test_the_way_that_a_value_chooses_has_second_derivatives(name: str) -> None:
+    for found in run_distributed(_all_uses, name, (2,), "tensor_parallel", {}, world_size=2):
         assert max(each["worst"] for each in found.values()) < 1e-9, found
 
 

@@ -15,6 +15,7 @@ from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.in_flight import finish_redistribution, start_redistribution
 from autoparallel.operators import draws, losses, tables
 from autoparallel.operators.chunked import linear_then_redistribute, redistribute_then_linear
+from autoparallel.operators.control_flow import inner_graphs
 from autoparallel.operators.losses import cross_entropy_sum_sharded
 from autoparallel.operators.selective_checkpoint import Keeping
 from autoparallel.passes.chunk_loss import ChunkedLoss
@@ -50,6 +51,10 @@ def why_once(program: LocalProgram) -> str:
 def _is_twice(target: object) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return target.namespace == "aten"
+    if graphs := inner_graphs(target):
+        return all(
+            _is_twice(node.target) for inner in graphs for node in inner.graph.nodes if node.op == "call_function"
+        )
     module = getattr(target, "__module__", "")
     if module in _COMPOSITES:
         return target is not cross_entropy_sum_sharded
