@@ -31,6 +31,14 @@ VALIDATE_DEVICE = flex, "_validate_device"
 """The function of FlexAttention that raises where a CPU is to differentiate, and where it stands."""
 
 
+class UncompiledMode(TorchDispatchMode):
+    """A mode under which nothing is compiled: Dynamo need not be kept out of it at every operator, which takes time."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 class UnnoticedMode(TorchDispatchMode):
     """A mode that is called for operators that run graphs, too, and of which Dynamo, by which torch traces these,
     takes no notice."""

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoparallel import _torch
@@ -162,7 +161,7 @@ class Ledger:
             self.kind = before
 
 
-class Meter(TorchDispatchMode):
+class Meter(_torch.export.UncompiledMode):
     """Prices every operator of a dry run, forward and backward, on the sizes that it really has.
 
     Args:

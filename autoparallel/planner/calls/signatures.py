@@ -24,6 +24,7 @@ class Signatures(Sizes):
         super().__init__(actual)
         self._tensors: dict[Hashable, int] = {}
         self._tensor_of: dict[tuple[int, Any, Any], int] = {}
+        self._kinds: dict[fx.Node, int] = {}
         self._calls: dict[Hashable, int] = {}
         self._reads: dict[fx.Node, tuple[int, list[fx.Node]]] = {}
         self._shapes: dict[fx.Node, tuple[int, ...]] = {}
@@ -37,6 +38,12 @@ class Signatures(Sizes):
 
     def tensor(self, node: fx.Node) -> int:
         """The kind of a tensor: its shape, dtype, and whether gradients flow; -1 for what is no tensor."""
+        kind = self._kinds.get(node)
+        if kind is None:
+            kind = self._kinds[node] = self._kind_of_value(node)
+        return kind
+
+    def _kind_of_value(self, node: fx.Node) -> int:
         meta = node.meta
         val = meta.get("val")
         key = id(val), meta.get("differentiable"), meta.get("backward")  # copied layers share their values
