@@ -345,16 +345,18 @@ class Attempt:
                 stacks, failed = self._rehearse(whole)
             except StateChangedError as error:
                 raise _with_line(error, self.make(), self._make_reads(), self.run) from None
-        drawn = self.rehearsals[0].drawn
+        drawn, asks = self.rehearsals[0].drawn, bool(self.rehearsals[0].questions)
         if failed and drawn:  # perhaps because of what was drawn
             raise refused_draw("Python's random", drawn[0][0]) from None
-        with reads if failed or self.rehearsals[0].questions else nullcontext():
+        with reads if failed or asks else nullcontext():
             try:
                 captured = self.trace(stacks)
             except NotAlike:
                 captured = self.trace([])
             except CaptureError as error:
-                if failed is None or error.__cause__ is None or place_of(error.__cause__) != place_of(failed):
+                if failed is None or asks:  # the trace says on which way it fails
+                    raise
+                if error.__cause__ is None or place_of(error.__cause__) != place_of(failed):
                     raise
                 # It speaks of sizes, not of symbols.
                 raise FailsUntraced(explain_failure(failed, whole.model, whole.findings.has_outputs)) from failed
