@@ -3,7 +3,8 @@
 [Note: factored meshes] A mesh that the user leaves open has at most three axes.  Ranks fill the nodes in order, so the
 last axis must lie inside a node; meshes that differ only in the order of axes whose groups lie over as many nodes are
 one.  All that have one or two axes are searched, then those that split an axis of the best of two, and pipelines: a
-number of stages after the other, until more of them cost more.  How many searches that may be is bounded
+number of stages after the other, until more of them cost more, or where a pipeline would change what the model returns,
+and is looked at to say what it would gain, until it gains nothing.  How many searches that may be is bounded
 (``thresholds``), and what was not tried is listed.
 
 [Note: one yardstick] Meshes are compared by what is predicted of their plans: of short models, so that what hides
@@ -195,7 +196,8 @@ class MeshSearch:
         untried.extend(axes_of(shape) for shape in three if shape not in split)
 
     def _pipelines(self, look_at: LookAt, tried: Sequence[Alternative], untried: list[Axes]) -> None:
-        """Looks at pipelines of more and more stages, until more cost more."""
+        """Looks at pipelines of more and more stages, until more cost more; at those that are not taken unasked, while
+        they are faster than what is taken."""
         profile = self.request.profile
         pair = self._smallest([a for a in tried if len(a.mesh) == 2])
         inner = pair.mesh[-1][1] if pair is not None else min(profile.node or self.devices, self.devices)
@@ -209,7 +211,9 @@ class MeshSearch:
             searched += len(meshes)
             least = self._smallest(look_at(meshes))
             assert least is not None
-            if before is not None and before.order(self.capacity) < least.order(self.capacity):
+            worse = before is not None and before.order(self.capacity) < least.order(self.capacity)
+            fastest = min(a.seconds_within(self.capacity) for a in tried)
+            if worse or least.problem and (least.seconds or math.inf) > fastest:
                 searched = THRESHOLDS.pipelines
             before = least
 
