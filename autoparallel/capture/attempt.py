@@ -54,6 +54,7 @@ from autoparallel.graph.plain_tensors import (
     stand_in,
     trained_attributes,
 )
+from autoparallel.operators.control_flow import is_choice
 from autoparallel.operators.opaque import OpaqueCall
 from autoparallel.passes.recompute_layers import checkpointed_layers
 from autoparallel.passes.replace_random_operators import Draws
@@ -72,6 +73,12 @@ _MOST_REHEARSED = 256
 """How often a call may ask for a tensor's value where it is not traced."""
 
 LEFT_OUT = "the program leaves out a check of values, which eager makes at every call, at %s"
+
+ON_ONE_WAY = (
+    "%d parameters are read on one of the ways alone that Python may take by a tensor's value, at %s: what they are read "
+    "for runs on whole tensors on every rank. The less the ways do differently, the more is sharded: torch.where, and "
+    "the same calls on both, keep it together"
+)
 
 NOT_AGAIN = (
     "what torch.utils.checkpoint computes at %s is kept for the backward, because it belongs to no layer (an item of a "
@@ -278,6 +285,10 @@ class Attempt:
             return way
 
         way = trace_from(())
+        parameters = way.program.graph_signature.inputs_to_parameters
+        for node in (node for node in way.program.graph.nodes if is_choice(node.target)):
+            if count := sum(x.name in parameters for x in node.all_input_nodes):
+                LOGGER.warning(ON_ONE_WAY, count, line_of(node))
         run_passes(resolving_passes(calls, hooks), way.program.graph_module)
         _name_outputs(way.program)
         return way

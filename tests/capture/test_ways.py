@@ -294,3 +294,11 @@ def _make_layers() -> nn.Module:
 def test_layers_that_ask_train(plan: str) -> None:
     for rank in run_distributed(_train, plan, _make_layers, [LARGE, SMALL, 1.0, 0.3], (8, 8), world_size=2):
         assert rank["apart"] < 1e-9 and rank["traces"] == 1 and len(rank["cut"]) >= 12
+
+
+def test_what_runs_whole_on_one_way_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    captured(Blocks(), torch.randn(8, 8))
+    assert "2 parameters are read on one of the ways alone" in caplog.text and "if h.abs().max() > 1:" in caplog.text
+    caplog.clear()
+    captured(_make_layers(), torch.randn(8, 8))  # whose ways read none
+    assert not caplog.text
