@@ -75,8 +75,8 @@ _MOST_REHEARSED = 256
 LEFT_OUT = "the program leaves out a check of values, which eager makes at every call, at %s"
 
 ON_ONE_WAY = (
-    "%d parameters are read on one of the ways alone that Python may take by a tensor's value, at %s: what they are read "
-    "for runs on whole tensors on every rank. The less the ways do differently, the more is sharded: torch.where, and "
+    "%d parameters are read on one of the ways alone that Python may take by a tensor's value, at %s: what they are "
+    "read for runs on whole tensors on every rank. The less the ways do differently, the more is sharded: torch.where, and "
     "the same calls on both, keep it together"
 )
 
