@@ -76,8 +76,8 @@ LEFT_OUT = "the program leaves out a check of values, which eager makes at every
 
 ON_ONE_WAY = (
     "%d parameters are read on one of the ways alone that Python may take by a tensor's value, at %s: what they are "
-    "read for runs on whole tensors on every rank. The less the ways do differently, the more is sharded: torch.where, and "
-    "the same calls on both, keep it together"
+    "read for runs on whole tensors on every rank. The less the ways do differently, the more is sharded: torch.where, "
+    "and the same calls on both, keep it together"
 )
 
 NOT_AGAIN = (
