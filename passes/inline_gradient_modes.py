@@ -13,12 +13,18 @@ After:
     linear = aten.linear(x, w)
     detach = aten.detach(linear);  add_ = aten.add_(ema, detach)
     mul = aten.mul(linear, add_)
+
+Decomposing makes views anew of what is written through them, and would detach it once more.  So where something that
+carries a gradient is written through ``detach()`` of what carries none, that becomes a plain view, and it is the latter
+that is read detached from there on:
+    detach = aten.detach(x);  add_ = aten.add_(detach, w);  mul = aten.mul(add_, x)
+    alias = aten.alias(x);  add_ = aten.add_(alias, w);  detach = aten.detach(x);  mul = aten.mul(add_, detach)
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -129,11 +135,13 @@ class _Walk:
         self.roots: dict[fx.Node, frozenset[fx.Node]] = {}  # whose memory a tensor is
         self.carries: dict[fx.Node, bool] = {}
         self.severed: set[fx.Node] = set()  # shares memory with what carries a gradient, but not the gradient
+        self.stops: dict[fx.Node, frozenset[fx.Node]] = {}  # through which detach() it shares the memory of its roots
         self.tied: set[fx.Node] = set()  # memory that the results of an opaque call may share
         self.detached: dict[tuple[fx.Node, int], fx.Node] = {}
         for node in graph.nodes:
             if node.op == "placeholder":
                 self.roots[node] = frozenset([node])
+                self.stops[node] = frozenset()
                 self.carries[node] = node.name in differentiable
 
     def run(self) -> None:
@@ -149,6 +157,8 @@ class _Walk:
         for x in written:
             self._change(node, x, enabled)
         self.roots[node] = frozenset(root for x in shared for root in self.roots.get(x, ())) or frozenset([node])
+        stops = [stop for x in shared for stop in self.stops.get(x, ())]
+        self.stops[node] = frozenset([*stops, node] if shared and stops_gradient(node) else stops)
         if any(x in self.severed or (self.carries.get(x) and (not enabled or stops_gradient(node))) for x in shared):
             self.severed.add(node)
         carried = any(self.carries.get(x) for x in node.all_input_nodes)
@@ -162,12 +172,15 @@ class _Walk:
                 continue
             if (x, region) not in self.detached:
                 with self.graph.inserting_before(node):
-                    new = self.graph.call_function(torch.ops.aten.detach.default, (x,))
-                new.meta = {"val": x.meta["val"], **marks_of(node)}
-                self.detached[x, region] = new
-                self.roots[new], self.carries[new] = self.roots[x], False
-                self.severed.add(new)
+                    self.detached[x, region] = self._insert_detach(x, node)
             node.replace_input_with(x, self.detached[x, region])
+
+    def _insert_detach(self, x: fx.Node, reader: fx.Node) -> fx.Node:
+        new = self.graph.call_function(torch.ops.aten.detach.default, (x,))
+        new.meta = {"val": x.meta["val"], **marks_of(reader)}
+        self.roots[new], self.stops[new], self.carries[new] = self.roots[x], self.stops[x] | {new}, False
+        self.severed.add(new)
+        return new
 
     def _change(self, node: fx.Node, target: fx.Node, enabled: bool) -> None:
         """A change in place: of everything that shares the memory."""
@@ -183,7 +196,8 @@ class _Walk:
             )
         if flows and not parameter and node.target is torch.ops.aten.detach_.default:
             raise refusal("a tensor that carries a gradient is detached in place", line_of(node), "use x = x.detach()")
-        if flows and not parameter and (not enabled or target in self.severed):
+        beside = any(self.carries[x] and not self.stops[x] >= self.stops[target] for x in alike)
+        if flows and not parameter and (not enabled or target in self.severed or beside):
             how = "torch.no_grad()" if not enabled else "detach()"
             raise refusal(
                 f"under {how} a tensor that carries a gradient is changed in place: its value changes, its gradient "
@@ -192,8 +206,26 @@ class _Walk:
                 "make a new tensor that says so, such as x = x + (new - x).detach()",
             )
         if enabled and any(self.carries.get(x) for x in node.all_input_nodes):
+            if self.stops[target]:
+                self._connect(node, target, alike)
             for x in alike:
-                self.carries[x] = x not in self.severed
+                self.carries[x] = x not in self.severed and self.stops[x] == self.stops[target]
+
+    def _connect(self, node: fx.Node, target: fx.Node, alike: Sequence[fx.Node]) -> None:
+        """A change through ``detach()`` of what carries no gradient, which brings in one: what is detached carries it
+        from here on, as a plain view does, and what it is detached from only sees the values."""
+        stops = self.stops[target]
+        place = {x: i for i, x in enumerate(self.graph.nodes)}
+        for x in alike:
+            if self.stops[x] >= stops:
+                self.stops[x] -= stops
+            elif later := [user for user in x.users if place[user] > place[node]]:
+                with self.graph.inserting_after(node):
+                    detached = self._insert_detach(x, node)
+                for user in later:
+                    user.replace_input_with(x, detached)
+        for stop in stops:
+            stop.target = torch.ops.aten.alias.default
 
 
 def _aliases(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

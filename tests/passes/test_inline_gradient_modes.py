@@ -29,3 +29,20 @@ def test_a_region_reads_one_detached_tensor() -> None:
     )]  # fmt: skip
     assert [n.all_input_nodes for n in calls[1:]] == [[mul], [detach], [detach, exp], [mul, add]]
     assert out.users
+
+
+class _WritesThroughDetach(nn.Module):
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        between = x.detach()
+        between.add_(w)
+        return between * x
+
+
+def test_what_is_detached_carries_the_gradient_that_is_written_to_it() -> None:
+    program = export(_WritesThroughDetach(), (torch.ones(2), torch.ones(2)), strict=False)
+    inline_gradient_modes(program.graph_module, {"w"})
+    between, add, seen, out = [n for n in program.graph.nodes if n.op == "call_function"]
+    assert [str(n.target) for n in (between, add, seen, out)] == [
+        "aten.alias.default", "aten.add_.Tensor", "aten.detach.default", "aten.mul.Tensor"
+    ]  # fmt: skip
+    assert out.all_input_nodes == [add, seen] and seen.args == between.args

@@ -5,7 +5,8 @@ goes the other way, as it does for ``torch._check``, and a warning names the lin
 only would leave the others waiting.  Which way that is, Python's instructions say: of the two answers that a tensor may
 give, exactly one must lead to nothing but an error, which nobody between the check and the call of the model may catch.
 
-Any other question becomes an output of the trace, which is made once for each answer (see ``functional.ways``).
+Any other question with two answers becomes an output of the trace, which is made once for each (see
+``functional.ways``).
 """
 
 from __future__ import annotations
@@ -59,11 +60,23 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if passes is not None and not _is_caught(frame):
         trace.left_out[line_of_frame(frame)] = None
         return passes
-    if func is not _BOOL or frame.f_code.co_filename.startswith(_torch.export.FOLDER):
-        return func(*args, **kwargs)
-    if not _torch.export.is_fake(tensor) or any(size != 1 for size in tensor.shape):
-        return func(*args, **kwargs)
-    return trace.ask(tensor, line_of_frame(frame))
+    of_torch = frame.f_code.co_filename.startswith(_torch.export.FOLDER)
+    value = None if of_torch else _question(func, *args, **kwargs)
+    return func(*args, **kwargs) if value is None else trace.ask(value, line_of_frame(frame))
+
+
+def _question(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The tensor of one element that holds where a call of the functions below answers True; None where the answer is
+    another one, or no fake tensor's."""
+    if not _torch.export.is_fake(x):
+        return None
+    if func in (Tensor.allclose, torch.allclose):
+        return torch.isclose(x, *args, **kwargs).all()
+    if func in (Tensor.equal, torch.equal):
+        (other,) = (*args, *kwargs.values())
+        return (x == other).all() if x.shape == other.shape else None
+    is_one = all(size == 1 for size in x.shape)
+    return x if is_one and (func is _BOOL or x.dtype == torch.bool) else None
 
 
 def _bool(self: Tensor) -> bool:

@@ -227,3 +227,67 @@ def buffer_as_input(run: Run) -> None:
     plain = CountsRows().double()
     model = run.compile(plain)
     model(plain.level[:2])
+
+
+@program()
+class WritesToWhatIsDetached(Two):
+    """Position embeddings that a table lends detached, and a token's kind that is added in place (Kosmos-2.5)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            positions = torch.arange(8.0).index_select(0, torch.arange(8)).view(1, 8).detach()
+        positions += self.b(torch.ones(1, 8))
+        return self.a(x) + positions
+
+
+@program()
+class WritesThroughDetach(Two):
+    """What is detached carries the gradient that is written to it; what it was detached from does not, nor what was
+    detached of it in turn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        base = torch.zeros(x.shape[0], 8)
+        row = base[:, :4]
+        between = base.detach()
+        last = between.detach()
+        between += self.b(h)
+        return h * between + base.sin() + last.cos() + F.pad(row, (0, 4))
+
+
+@program()
+class WritesPartsOfWhatIsDetached(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        out = torch.zeros(x.shape[0], 8)
+        between = out.data
+        between[:, 1] = self.b(h)[:, 0]
+        between[:, 2:4] += h[:, 4:6]
+        return h * between + out
+
+
+@program()
+class BufferThatIsWrittenThroughData(Two):
+    """The buffer is read afterwards, without the gradient of what was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.mean.data.mul_(0.9).add_(0.1 * h.mean(0))
+        return self.b(h - self.mean)
+
+
+@program(refused="make a new tensor")
+class WritesBehindAGradient(Two):
+    """It is detached while it carries no gradient, and written to when the base does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        base = torch.zeros(x.shape[0], 8)
+        between = base.detach()
+        base += self.b(h)
+        between.mul_(2)  # refused
+        return h * base
