@@ -228,6 +228,12 @@ class _Walk:
             stop.target = torch.ops.aten.alias.default
 
 
+def _is_cast(node: fx.Node, x: fx.Node) -> bool:
+    """Whether ``x.to(...)`` makes another dtype, and so a copy."""
+    dtypes = {getattr(each.meta.get("val"), "dtype", None) for each in (node, x)}
+    return node.target._schema.name == "aten::to" and len(dtypes) == 2  # type: ignore[union-attr]
+
+
 def _aliases(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """The operands that a call's results may share memory with, and those that it changes."""
     if node.target is operator.getitem:
@@ -241,7 +247,7 @@ def _aliases(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
         value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
         if info is not None and value is not None:
             operands = [x for x in pytree.tree_leaves(value) if isinstance(x, fx.Node)]
-            shared += operands
+            shared += [x for x in operands if not _is_cast(node, x)]
             if info.is_write:
                 written += operands
     return shared, written

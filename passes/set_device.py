@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import fx
 
-from autoparallel.operators.control_flow import inner_graphs
+from autoparallel.operators.control_flow import create_on
 
 
 def set_device(module: fx.GraphModule, device: torch.device) -> None:
@@ -17,14 +15,4 @@ def set_device(module: fx.GraphModule, device: torch.device) -> None:
     replaced by one of copies of them.
     """
     for node in module.graph.nodes:
-        if graphs := inner_graphs(node.target):
-            node.target = node.target.of_graphs([_on_device(inner, device) for inner in graphs])
-        if node.op == "call_function" and isinstance(node.kwargs.get("device"), torch.device):
-            node.kwargs = {**node.kwargs, "device": device}
-
-
-def _on_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    module = copy.deepcopy(module)
-    set_device(module, device)
-    module.recompile()
-    return module
+        create_on(node, device)

@@ -8,6 +8,7 @@ its graphs do may be cut.
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Callable, Hashable, Sequence
@@ -150,6 +151,32 @@ def calls_of(module: fx.GraphModule) -> tuple[Hashable, ...]:
             what = calls_of(value) if isinstance(value, fx.GraphModule) else id(value)
         calls.append((what, repr(fx.map_arg((node.args, node.kwargs), note)), *reads))
     return tuple(calls)
+
+
+def create_on(node: fx.Node, device: torch.device) -> None:
+    """Has a call create its tensors on a device, those included that graphs create which it runs."""
+    if node.op == "call_function":
+        node.target = on_device(node.target, device)
+        if isinstance(node.kwargs.get("device"), torch.device):
+            node.kwargs = {**node.kwargs, "device": device}
+
+
+def on_device(target: Any, device: torch.device) -> Any:
+    """The operator whose graphs create their tensors on a device; itself where it runs none."""
+    return _move(target, device) if inner_graphs(target) else target
+
+
+@functools.lru_cache(maxsize=256)
+def _move(target: Any, device: torch.device) -> Any:
+    return target.of_graphs([_copy_on(module, device) for module in inner_graphs(target)])
+
+
+def _copy_on(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    module = copy.deepcopy(module)
+    for node in module.graph.nodes:
+        create_on(node, device)
+    module.recompile()
+    return module
 
 
 def inner_graphs(target: Any) -> Sequence[fx.GraphModule]:

@@ -24,6 +24,7 @@ from autoparallel.decisions.prediction import PredictedSpan
 from autoparallel.graph.layers import layer_of
 from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
+from autoparallel.operators.control_flow import on_device
 from autoparallel.operators.selective_checkpoint import Keeping
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.placements import Layout, largest_piece, to_dtensor_placements
@@ -345,7 +346,7 @@ class _Body(fx.Interpreter):
             return attention(*args, **kwargs)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
-        return super().call_function(target, args, kwargs)
+        return super().call_function(on_device(target, torch.device("meta")), args, kwargs)
 
 
 def _has_layers(program: fx.GraphModule) -> bool:

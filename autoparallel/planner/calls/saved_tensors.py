@@ -17,6 +17,7 @@ from torch import fx
 from autoparallel import _torch
 from autoparallel.graph.captured import refusal
 from autoparallel.graph.lines import line_of
+from autoparallel.operators.control_flow import on_device
 from autoparallel.passes.raise_row_views import find_heads
 from autoparallel.planner.calls.signatures import Signatures
 from autoparallel.predict.attention import attention
@@ -157,4 +158,4 @@ def _call(node: fx.Node, args: Any, kwargs: Any, size: Signatures) -> Any:
         return attention(*args, **kwargs)
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("meta")}
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    return on_device(node.target, torch.device("meta"))(*args, **kwargs)

@@ -275,3 +275,14 @@ class CondBesideTheWays(Two):
         if x.sum() > 0:
             h = h.exp()
         return torch.cond(x.sum() < 1, torch.sin, torch.cos, (self.b(h),))
+
+
+@program()
+class CreatesATensorOnOneWay(Two):
+    """Which planning makes without data, as it does operands."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if h.sum() > 0:
+            h = h + torch.ones(8).cumsum(0)
+        return self.b(h)
