@@ -2,7 +2,8 @@
 
 ``torch.export`` keeps a region of another gradient mode as one call; decomposing inlines it, and the mode is lost.  So
 regions are inlined here, before: an operator under ``no_grad`` reads each tensor that carries a gradient through one
-``detach``, shared by the region, and one in an ``enable_grad`` inside of it reads the tensors themselves.
+``detach``, shared by the region, unless it returns the tensor itself; one in an ``enable_grad`` inside of it reads the
+tensors themselves.
 
 Before (x carries a gradient, ema is a buffer):
     linear = aten.linear(x, w)
@@ -31,7 +32,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch.export import wrap_with_set_grad_enabled
+from autoparallel._torch.export import has_composition, wrap_with_set_grad_enabled
 from autoparallel.graph.captured import refusal
 from autoparallel.graph.lines import line_of, marks_of
 from autoparallel.passes.mark_gradients import is_continuous, stops_gradient
@@ -159,11 +160,12 @@ class _Walk:
         self.roots[node] = frozenset(root for x in shared for root in self.roots.get(x, ())) or frozenset([node])
         stops = [stop for x in shared for stop in self.stops.get(x, ())]
         self.stops[node] = frozenset([*stops, node] if shared and stops_gradient(node) else stops)
-        if any(x in self.severed or (self.carries.get(x) and (not enabled or stops_gradient(node))) for x in shared):
-            self.severed.add(node)
         carried = any(self.carries.get(x) for x in node.all_input_nodes)
-        self.carries[node] = carried and enabled and not stops_gradient(node) and is_continuous(node)
-        if not enabled and carried and node.target is not operator.getitem and not self.transparent(node):
+        flows = not stops_gradient(node) and (enabled or carried and _is_its_operand(node))
+        if any(x in self.severed or self.carries.get(x) and not flows for x in shared):
+            self.severed.add(node)
+        self.carries[node] = carried and flows and is_continuous(node)
+        if carried and not (enabled or flows) and node.target is not operator.getitem and not self.transparent(node):
             self._detach(node, region)
 
     def _detach(self, node: fx.Node, region: int) -> None:
@@ -226,6 +228,17 @@ class _Walk:
                     user.replace_input_with(x, detached)
         for stop in stops:
             stop.target = torch.ops.aten.alias.default
+
+
+def _is_its_operand(node: fx.Node) -> bool:
+    """Whether a call returns a tensor that it reads, itself, such as ``x.to(...)`` of what has that dtype: no gradient
+    mode stops that, and whatever reads the tensor later reads it by the name of the call."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or not has_composition(target):
+        return False
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+    operands = {id(x.meta["val"]) for x in node.all_input_nodes}
+    return any(id(x) in operands for x in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(x, torch.Tensor))
 
 
 def _is_cast(node: fx.Node, x: fx.Node) -> bool:

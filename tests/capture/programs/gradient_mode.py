@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.capture.programs.inplace import Two
 from tests.capture.registry import program
 
 
@@ -342,3 +343,30 @@ class HookBesideALeafOfForward(nn.Module):
         h = (x * 2).requires_grad_().square()
         h.register_hook(lambda grad: grad * 2)  # refused
         return self.a(h)
+
+
+@program()
+class CastsUnderNoGradToWhatItIs(Two):
+    """A sparse attention's indexer casts what it reads, which has that dtype: from there on the trace reads the tensor by
+    the name of the cast (Dots 3)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).sin()
+        with torch.no_grad():
+            mask = (h.to(self.b.weight.dtype) > 0).to(h.dtype)
+        return self.b(h) * mask
+
+
+@program()
+class KeepsWhatNoGradReturnsAsItIs(Two):
+    """What an operator returns itself carries its gradient, whatever the mode; copies and views do not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).sin()
+        with torch.no_grad():
+            same = F.dropout(h.type_as(x).contiguous(), 0.5, False)
+            pair = torch.broadcast_tensors(h, h)
+            copied, turned = h.double(), h.t().contiguous()
+            with torch.enable_grad():
+                inside = same.exp()
+        return self.b(same) + pair[1] * inside + copied.float() * turned.t()
