@@ -347,8 +347,8 @@ class HookBesideALeafOfForward(nn.Module):
 
 @program()
 class CastsUnderNoGradToWhatItIs(Two):
-    """A sparse attention's indexer casts what it reads, which has that dtype: from there on the trace reads the tensor by
-    the name of the cast (Dots 3)."""
+    """A sparse attention's indexer casts what it reads, which has that dtype: from there on the trace reads the tensor
+    by the name of the cast (Dots 3)."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x).sin()
