@@ -32,10 +32,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch.export import has_composition, wrap_with_set_grad_enabled
+from autoparallel._torch.export import has_composition, make_fake_mode, wrap_with_set_grad_enabled
 from autoparallel.graph.captured import refusal
 from autoparallel.graph.lines import line_of, marks_of
 from autoparallel.passes.mark_gradients import is_continuous, stops_gradient
+from autoparallel.rules.shapes import hint
 
 
 def inline_gradient_modes(
@@ -237,9 +238,21 @@ def _is_its_operand(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or not has_composition(target):
         return False
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
-    operands = {id(x.meta["val"]) for x in node.all_input_nodes}
-    return any(id(x) in operands for x in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(x, torch.Tensor))
+    with make_fake_mode():  # of sizes that are numbers: the trace is asked nothing about its own
+        values = {x: _example(x.meta["val"]) for x in node.all_input_nodes}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        results = [x for x in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+    return any(result is x for result in results for x in pytree.tree_leaves(list(values.values())))
+
+
+def _example(value: Any) -> Any:
+    """A value of the sizes that the trace has seen."""
+    if isinstance(value, torch.Tensor):
+        sizes, strides = (list(map(_example, numbers)) for numbers in (value.shape, value.stride()))
+        return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+    if isinstance(value, torch.SymInt):
+        return hint(value) if value.node.has_hint() else 2  # of what values select
+    return pytree.tree_map(_example, value) if isinstance(value, list | tuple) else value
 
 
 def _is_cast(node: fx.Node, x: fx.Node) -> bool:

@@ -4,7 +4,7 @@ It works on the trace as ``torch.export`` leaves it, before anything is decompos
 numbered as the plain model makes them: in the order of the calls, those included whose result nobody reads.
 
 Before:
-    dropout = aten.dropout(x, 0.1, True)
+    dropout = aten.dropout(x, 0.1, True);  dropout_1 = aten.dropout(dropout, 0.1, False)
     normal_ = aten.normal_(empty_like, 0.0, 1.0)
 After:
     dropout = autoparallel.dropout(x, 0.1, 0)
@@ -32,6 +32,12 @@ aten = torch.ops.aten
 
 _TRANSPARENT = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 """Higher-order operators that run their graph once, where they stand."""
+
+
+_DROPOUTS = (
+    aten.dropout.default, aten.alpha_dropout.default, aten.feature_dropout.default, aten.feature_alpha_dropout.default,
+)  # fmt: skip
+"""What returns its operand itself where it drops nothing."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,9 @@ class _Numbering:
                 self._enter(module, node)
             elif is_random(node):
                 self._replace(node)
+            elif node.target in _DROPOUTS:  # decomposing would copy what it returns, which is its operand
+                node.replace_all_uses_with(cast(fx.Node, node.args[0]))
+                module.graph.erase_node(node)
 
     def _enter(self, module: fx.GraphModule, node: fx.Node) -> None:
         inner = [module.get_submodule(str(x.target)) for x in node.all_input_nodes if x.op == "get_attr" and

@@ -357,6 +357,18 @@ class CastsUnderNoGradToWhatItIs(Two):
         return self.b(h) * mask
 
 
+@program(refused="masked_fill|keep all rows|torch.where")
+class CastsASelectionUnderNoGrad(Two):
+    """Of a size that no trace has; it is refused where its size is needed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        selected = h[h > 0]  # refused
+        with torch.no_grad():
+            gain = selected.to(h.dtype)
+        return self.b(h) + (selected * gain).sum()  # refused
+
+
 @program()
 class KeepsWhatNoGradReturnsAsItIs(Two):
     """What an operator returns itself carries its gradient, whatever the mode; copies and views do not."""

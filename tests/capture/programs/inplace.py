@@ -51,6 +51,18 @@ class SliceAssignment(Two):
 
 
 @program()
+class DropoutThatDropsNothing(Two):
+    """Its result is its operand, which is written to through either."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        same, other = F.dropout(h, 0.0), F.dropout(h, 0.5, training=False)
+        h[:, :2] = 0.5
+        other.mul_(self.b(x))
+        return h + same * 2 + other
+
+
+@program()
 class MaskedAssignment(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
