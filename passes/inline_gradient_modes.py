@@ -238,6 +238,8 @@ def _is_its_operand(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or not has_composition(target):
         return False
+    if not isinstance(next(iter(pytree.tree_leaves(node.meta.get("val"))), None), torch.Tensor):
+        return False
     with make_fake_mode():  # of sizes that are numbers: the trace is asked nothing about its own
         values = {x: _example(x.meta["val"]) for x in node.all_input_nodes}
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
