@@ -271,10 +271,10 @@ class LoopsWhileAValueIsLarge(Two):
 @program(batch=signed, ranks=True)
 class CondBesideTheWays(Two):
     def forward(self, x: Tensor) -> Tensor:
-        h = torch.cond(x.sum() > 1, torch.sin, torch.cos, (self.a(x),))
+        h = torch.cond(x.sum() > 1, lambda t: t.sin(), lambda t: t.cos(), (self.a(x),))
         if x.sum() > 0:
             h = h.exp()
-        return torch.cond(x.sum() < 1, torch.sin, torch.cos, (self.b(h),))
+        return torch.cond(x.sum() < 1, lambda t: t.sin(), lambda t: t.cos(), (self.b(h),))
 
 
 @program()
