@@ -162,12 +162,12 @@ class _Walk:
         stops = [stop for x in shared for stop in self.stops.get(x, ())]
         self.stops[node] = frozenset([*stops, node] if shared and stops_gradient(node) else stops)
         carried = any(self.carries.get(x) for x in node.all_input_nodes)
-        is_same = node.target is operator.getitem or carried and _is_its_operand(node)
-        flows = not stops_gradient(node) and (enabled or is_same)
+        unstopped = enabled or node.target is operator.getitem or carried and _is_its_operand(node)
+        flows = unstopped and not stops_gradient(node)
         if any(x in self.severed or self.carries.get(x) and not flows for x in shared):
             self.severed.add(node)
         self.carries[node] = carried and flows and is_continuous(node)
-        if carried and not (enabled or is_same or self.transparent(node)):
+        if carried and not (unstopped or self.transparent(node)):
             self._detach(node, region)
 
     def _detach(self, node: fx.Node, region: int) -> None:

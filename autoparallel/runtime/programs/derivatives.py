@@ -13,7 +13,7 @@ import torch
 
 from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.in_flight import finish_redistribution, start_redistribution
-from autoparallel.operators import draws, losses, tables
+from autoparallel.operators import control_flow, draws, losses, tables
 from autoparallel.operators.chunked import linear_then_redistribute, redistribute_then_linear
 from autoparallel.operators.control_flow import inner_graphs
 from autoparallel.operators.losses import cross_entropy_sum_sharded
@@ -51,11 +51,10 @@ def why_once(program: LocalProgram) -> str:
 def _is_twice(target: object) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return target.namespace == "aten"
-    if graphs := inner_graphs(target):
-        return all(
-            _is_twice(node.target) for inner in graphs for node in inner.graph.nodes if node.op == "call_function"
-        )
     module = getattr(target, "__module__", "")
+    if module == control_flow.__name__:
+        calls = (node for inner in inner_graphs(target) for node in inner.graph.nodes if node.op == "call_function")
+        return all(_is_twice(node.target) for node in calls)
     if module in _COMPOSITES:
         return target is not cross_entropy_sum_sharded
     return target in _OURS or module in ("_operator", "math", "torch", "torch.sym_ops") or target is operator.getitem
