@@ -286,8 +286,8 @@ class Attempt:
 
         way = trace_from(())
         parameters = way.program.graph_signature.inputs_to_parameters
-        for node in (node for node in way.program.graph.nodes if is_choice(node.target)):
-            if count := sum(x.name in parameters for x in node.all_input_nodes):
+        for node in way.program.graph.nodes:
+            if is_choice(node.target) and (count := sum(x.name in parameters for x in node.all_input_nodes)):
                 LOGGER.warning(ON_ONE_WAY, count, line_of(node))
         run_passes(resolving_passes(calls, hooks), way.program.graph_module)
         _name_outputs(way.program)

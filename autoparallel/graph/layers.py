@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoparallel.operators.control_flow import kind_of
+from autoparallel.operators.control_flow import kind_of, take_apart
 from autoparallel.operators.draws import NUMBERS
 
 
@@ -160,14 +160,7 @@ class Kinds:
         """A call without what it reads, and what it reads; of a draw, its number is left out, too."""
         if node in self._calls:  # a layer is compared with the one before it and with the one behind it
             return self._calls[node]
-        reads: list[fx.Node] = []
-        args = node.args if draw_of(node) is None else with_draw(node, 0)
-
-        def note(x: fx.Node) -> str:
-            reads.append(x)
-            return "_"
-
-        arguments = repr(fx.map_arg((args, node.kwargs), note))
+        arguments, reads = take_apart(node.args if draw_of(node) is None else with_draw(node, 0), node.kwargs)
         self._calls[node] = (kind_of(node.target), arguments, self.of(node), node.meta["key"].rpartition("/")[2]), reads
         return self._calls[node]
 

@@ -137,20 +137,28 @@ def calls_of(module: fx.GraphModule) -> tuple[Hashable, ...]:
     places = {node: i for i, node in enumerate(module.graph.nodes)}
     calls: list[Hashable] = []
     for node in module.graph.nodes:
-        reads: list[int] = []
-
-        def note(x: fx.Node, reads: list[int] = reads) -> str:
-            reads.append(places[x])
-            return "_"
-
-        what: Hashable = node.op
-        if node.op == "call_function":
-            what = kind_of(node.target)
-        elif node.op == "get_attr":
-            value = operator.attrgetter(str(node.target))(module)
-            what = calls_of(value) if isinstance(value, fx.GraphModule) else id(value)
-        calls.append((what, repr(fx.map_arg((node.args, node.kwargs), note)), *reads))
+        arguments, reads = take_apart(node.args, node.kwargs)
+        calls.append((what_of(node, module), arguments, *map(places.__getitem__, reads)))
     return tuple(calls)
+
+
+def what_of(node: fx.Node, module: fx.GraphModule) -> Hashable:
+    """What a node of a module's graph does, but for its arguments and without names."""
+    if node.op == "get_attr":
+        value = operator.attrgetter(str(node.target))(module)
+        return calls_of(value) if isinstance(value, fx.GraphModule) else id(value)
+    return kind_of(node.target) if node.op == "call_function" else node.op
+
+
+def take_apart(args: Any, kwargs: Any) -> tuple[str, list[fx.Node]]:
+    """The arguments of a call without what it reads; and what it reads, one after another, some perhaps twice."""
+    reads: list[fx.Node] = []
+
+    def note(x: fx.Node) -> str:
+        reads.append(x)
+        return "_"
+
+    return repr(fx.map_arg((args, kwargs), note)), reads
 
 
 def create_on(node: fx.Node, device: torch.device) -> None:

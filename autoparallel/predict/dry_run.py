@@ -24,16 +24,14 @@ from autoparallel.decisions.prediction import PredictedSpan
 from autoparallel.graph.layers import layer_of
 from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
-from autoparallel.operators.control_flow import on_device
 from autoparallel.operators.selective_checkpoint import Keeping
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.placements import Layout, largest_piece, to_dtensor_placements
 from autoparallel.placements.redistribution import Step
 from autoparallel.plan import Plan
-from autoparallel.predict.attention import attention
 from autoparallel.predict.communicator import BACKWARD, FORWARD, GRADIENTS, UNSHARD, MeteredCommunicator
 from autoparallel.predict.meter import Clock, Ledger, Meter
-from autoparallel.predict.unseen import is_unseen, stand_in
+from autoparallel.predict.unseen import call_without_data, is_unseen, stand_in
 from autoparallel.program.program import LocalProgram
 from autoparallel.rules.calls import is_tensor
 from autoparallel.runtime.gradients.backwards import BackwardPass, Gather, Grads, Tensors, Travel, reached
@@ -342,11 +340,7 @@ class _Body(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(target, Keeping):
             return target.call(lambda *a, **k: self.call_function(target.target, a, k), args, kwargs)
-        if target is torch.ops.aten.scaled_dot_product_attention.default:
-            return attention(*args, **kwargs)
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": torch.device("meta")}
-        return super().call_function(on_device(target, torch.device("meta")), args, kwargs)
+        return call_without_data(target, args, kwargs)
 
 
 def _has_layers(program: fx.GraphModule) -> bool:

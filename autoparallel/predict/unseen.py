@@ -10,9 +10,22 @@ import torch
 from torch import Tensor, fx
 
 from autoparallel import _torch
+from autoparallel.operators.control_flow import on_device
 from autoparallel.operators.flex import is_flex
 from autoparallel.operators.opaque import exit_module, function_class, has_own_backward
+from autoparallel.predict.attention import attention
 from autoparallel.rules.calls import is_tensor
+
+_META = torch.device("meta")
+
+
+def call_without_data(target: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator makes of tensors without data, as it makes those that it creates; attention as a CPU runs it."""
+    if target is torch.ops.aten.scaled_dot_product_attention.default:
+        return attention(*args, **kwargs)
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": _META}
+    return on_device(target, _META)(*args, **kwargs)
 
 
 def is_unseen(node: fx.Node) -> bool:

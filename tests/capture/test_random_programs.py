@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
-from torch import nn
 
+from tests.capture.programs.inplace import TwoAndAMean
 from tests.capture.runner import Program, rows, verdict
 from tests.distributed import run_distributed
 
@@ -43,15 +43,6 @@ NUMBERS = [st.integers(0, 11), st.integers(0, 11), st.integers(0, 7)]
 STATEMENTS = st.tuples(st.one_of(st.sampled_from(NEW), st.sampled_from(CHANGES)), *NUMBERS)
 BLOCKS = st.tuples(st.tuples(st.sampled_from(AROUND), *NUMBERS), st.lists(STATEMENTS, min_size=1, max_size=3))
 FORWARDS = st.lists(st.one_of(STATEMENTS, STATEMENTS, BLOCKS), min_size=3, max_size=9)
-
-
-class Two(nn.Module):
-    """Two linears and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.register_buffer("mean", torch.zeros(8))
 
 
 class _Source:
@@ -93,7 +84,7 @@ def verdict_of(source: str) -> str:
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     names: dict[str, Any] = {"torch": torch, "F": F}
     exec(compile(source, file, "exec"), names)
-    kind = type("Random", (Two,), {"forward": names["forward"]})
+    kind = type("Random", (TwoAndAMean,), {"forward": names["forward"]})
     return verdict(Program("random", "random", kind, rows, line=False, options={"plan": "data_parallel"}))
 
 

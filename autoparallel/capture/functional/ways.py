@@ -33,7 +33,7 @@ from autoparallel.capture.training import Findings
 from autoparallel.graph.captured import CaptureError, SizeGuard, refusal
 from autoparallel.graph.layers import draw_of
 from autoparallel.graph.lines import marks_of
-from autoparallel.operators.control_flow import IF_ELSE, calls_of, control_operator, kind_of
+from autoparallel.operators.control_flow import IF_ELSE, control_operator, take_apart, what_of
 from autoparallel.operators.opaque import CALL, HOOK
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
 
@@ -381,11 +381,8 @@ def _reads(node: fx.Node) -> list[fx.Node]:
 
 def _what(node: fx.Node) -> tuple[Any, ...]:
     """A call without what it reads."""
-    arguments = repr(fx.map_arg((node.args, node.kwargs), lambda _: "_"))
-    if node.op == "get_attr":
-        module: Any = node.graph.owning_module.get_submodule(str(node.target))  # type: ignore[union-attr]
-        return node.op, calls_of(module), arguments
-    return node.op, kind_of(node.target), arguments
+    module: Any = node.graph.owning_module
+    return node.op, what_of(node, module), take_apart(node.args, node.kwargs)[0]
 
 
 def _do_the_same(a: fx.Node, b: fx.Node) -> bool:

@@ -17,11 +17,9 @@ from torch import fx
 from autoparallel import _torch
 from autoparallel.graph.captured import refusal
 from autoparallel.graph.lines import line_of
-from autoparallel.operators.control_flow import on_device
 from autoparallel.passes.raise_row_views import find_heads
 from autoparallel.planner.calls.signatures import Signatures
-from autoparallel.predict.attention import attention
-from autoparallel.predict.unseen import is_unseen, stand_in
+from autoparallel.predict.unseen import call_without_data, is_unseen, stand_in
 from autoparallel.rules import operator_name
 from autoparallel.rules.calls import is_tensor
 
@@ -154,8 +152,4 @@ def _is_known(value: Any, size: Signatures) -> bool:
 def _call(node: fx.Node, args: Any, kwargs: Any, size: Signatures) -> Any:
     if is_unseen(node):
         return stand_in(node, args, kwargs, lambda traced: tuple(size(s) for s in traced.shape))
-    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
-        return attention(*args, **kwargs)
-    if "device" in kwargs:
-        kwargs = {**kwargs, "device": torch.device("meta")}
-    return on_device(node.target, torch.device("meta"))(*args, **kwargs)
+    return call_without_data(node.target, args, kwargs)

@@ -156,7 +156,7 @@ class MeshSearch:
         def look_at(meshes: Sequence[Axes]) -> list[Alternative]:
             nonlocal fastest
             tried.extend(alternatives := spread(price, meshes))
-            fastest = min(a.seconds_within(capacity) for a in tried)
+            fastest = self._fastest(tried)
             return alternatives
 
         must = self.request.pipeline is not None
@@ -212,8 +212,7 @@ class MeshSearch:
             least = self._smallest(look_at(meshes))
             assert least is not None
             worse = before is not None and before.order(self.capacity) < least.order(self.capacity)
-            fastest = min(a.seconds_within(self.capacity) for a in tried)
-            if worse or least.problem and (least.seconds or math.inf) > fastest:
+            if worse or least.problem and (least.seconds or math.inf) > self._fastest(tried):
                 searched = THRESHOLDS.pipelines
             before = least
 
@@ -223,6 +222,10 @@ class MeshSearch:
         captured = self.captured.copy()
         leave_only_loss(captured)
         return captured
+
+    def _fastest(self, tried: Sequence[Alternative]) -> float:
+        """Seconds of what can be taken."""
+        return min(a.seconds_within(self.capacity) for a in tried)
 
     def _smallest(self, alternatives: Sequence[Alternative]) -> Alternative | None:
         return min(alternatives, key=lambda a: a.order(self.capacity), default=None)

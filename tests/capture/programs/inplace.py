@@ -18,6 +18,14 @@ class Two(nn.Module):
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
 
+class TwoAndAMean(Two):
+    """With a buffer for programs to change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+
 @program(ranks=True)
 class FillDiagonal(Two):
     """Self-similarities without the diagonal: contrastive losses."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.capture.programs.inplace import Two
+from tests.capture.programs.inplace import Two, TwoAndAMean
 from tests.capture.registry import loop, program
 from tests.capture.runner import Run, numbers, sgd, tokens
 
@@ -267,12 +267,8 @@ class WritesPartsOfWhatIsDetached(Two):
 
 
 @program()
-class BufferThatIsWrittenThroughData(Two):
+class BufferThatIsWrittenThroughData(TwoAndAMean):
     """The buffer is read afterwards, without the gradient of what was written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
