@@ -23,7 +23,7 @@ from torch import fx
 
 from autoparallel import operators
 from autoparallel.graph.captured import Captured, InputSpec, LossWeight
-from autoparallel.operators.control_flow import is_choice
+from autoparallel.operators.control_flow import goes_by_values
 from autoparallel.operators.flex import is_flex, reads_of_rows
 from autoparallel.operators.opaque import has_own_backward
 from autoparallel.passes.canonicalize_operators import BATCH_STATISTIC
@@ -259,7 +259,7 @@ class _Walk:
         placements = [self.placements[x] for x in tensor_operands(call)]
         if Partial in placements or _reads_across(call, placements):
             return None
-        if is_choice(call.target) and any(placement.kind == "S" for placement in placements):
+        if goes_by_values(call.target) and any(placement.kind == "S" for placement in placements):
             return None  # a microbatch might go another way than the batch, and a way may mix rows
         cut = [(x, p) for x in tensor_operands(call) if (p := self.placements[x]).kind == "S"]
         for x, placement in cut:

@@ -19,7 +19,13 @@ from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    free_unbacked_symbols,
+    statically_known_true,
+)
 from torch.fx.node import has_side_effect
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -102,6 +108,34 @@ def indexing_by_tensors() -> AbstractContextManager[Any]:
 
 
 _ONE_LAYER_LSTM = decompositions.one_layer_lstm
+
+
+_GUARD = SymNode.guard_bool
+
+
+def is_unknown(truth: torch.SymBool) -> bool:
+    """Whether only the program tells whether a relation of sizes holds."""
+    return bool(free_unbacked_symbols(truth)) and not (
+        statically_known_true(truth) or statically_known_true(torch.sym_not(truth))
+    )
+
+
+def guard_strictly(truth: torch.SymBool) -> bool:
+    """Whether a relation of sizes holds, where that is known before the program runs; else torch's error."""
+    return bool(_GUARD(truth.node, "", 0))
+
+
+def guard_bool(self: SymNode, file: str, line: int) -> bool:
+    """What torch is told that asks for a relation of sizes of which one is known only when the program runs: what holds
+    of two rows and more, where that is all it asks.
+
+    It mostly asks whether there are none (``logsumexp``), and whether they are one, which broadcasts: what runs later
+    are its own operators, which see how many there are.
+    """
+    try:
+        return bool(_GUARD(self, file, line))
+    except GuardOnDataDependentSymNode:
+        return bool(self.guard_size_oblivious(file, line))
 
 
 def one_layer_lstm(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
@@ -201,6 +235,6 @@ def _print_nothing(*_: object, **__: object) -> None:
 
 
 __all__ = [  # torch's own, handed on
-    "ShapeEnv", "decompositions", "enable_python_dispatcher", "free_unbacked_symbols", "function_apply",
+    "ShapeEnv", "SymNode", "decompositions", "enable_python_dispatcher", "free_unbacked_symbols", "function_apply",
     "has_side_effect", "is_fake", "without_modes", "wrap_with_set_grad_enabled",
 ]  # fmt: skip

@@ -25,6 +25,7 @@ from autoparallel.capture.describe import describe
 from autoparallel.capture.functional.functional import make_functional
 from autoparallel.capture.functional.layers import NotAlike, Stack, find_stacks, leave_out
 from autoparallel.capture.functional.passes import filling_passes, resolving_passes, tracing_passes
+from autoparallel.capture.functional.selections import group_selections
 from autoparallel.capture.functional.ways import Way, literals_of, merge
 from autoparallel.capture.python.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss, refused_draw
 from autoparallel.capture.python.recorder import LOSS, Recorder, StateChangedError
@@ -54,7 +55,7 @@ from autoparallel.graph.plain_tensors import (
     stand_in,
     trained_attributes,
 )
-from autoparallel.operators.control_flow import is_choice
+from autoparallel.operators.control_flow import goes_by_values, is_selection
 from autoparallel.operators.opaque import OpaqueCall
 from autoparallel.passes.recompute_layers import checkpointed_layers
 from autoparallel.passes.replace_random_operators import Draws
@@ -78,6 +79,11 @@ ON_ONE_WAY = (
     "%d parameters are read on one of the ways alone that Python may take by a tensor's value, at %s: what they are "
     "read for runs on whole tensors on every rank. The less the ways do differently, the more is sharded: torch.where, "
     "and the same calls on both, keep it together"
+)
+
+ON_SELECTED = (
+    "%d parameters are read for as many rows as a tensor's values select, at %s: what they are read for runs on whole "
+    "tensors on every rank. On all rows, weighed by masks, it is sharded"
 )
 
 NOT_AGAIN = (
@@ -286,9 +292,10 @@ class Attempt:
 
         way = trace_from(())
         parameters = way.program.graph_signature.inputs_to_parameters
+        group_selections(way.program.graph)
         for node in way.program.graph.nodes:
-            if is_choice(node.target) and (count := sum(x.name in parameters for x in node.all_input_nodes)):
-                LOGGER.warning(ON_ONE_WAY, count, line_of(node))
+            if goes_by_values(node.target) and (count := sum(x.name in parameters for x in node.all_input_nodes)):
+                LOGGER.warning(ON_SELECTED if is_selection(node.target) else ON_ONE_WAY, count, line_of(node))
         run_passes(resolving_passes(calls, hooks), way.program.graph_module)
         _name_outputs(way.program)
         return way

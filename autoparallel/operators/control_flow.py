@@ -1,5 +1,5 @@
-"""Control flow on values: ``torch.cond``, ``while_loop``, ``scan``, ``map`` and ``associative_scan``, as one call each,
-and Python's own ``if``.
+"""Control flow on values, each as one call: ``torch.cond``, ``while_loop``, ``scan``, ``map`` and ``associative_scan``,
+Python's own ``if``, and what is made of as many rows as values select.
 
 A trace holds such a call with the graphs that it may run.  In a program it is a call of plain Python around these
 graphs, which autograd differentiates as it would any other.  It runs on whole tensors, because nothing tells how what
@@ -89,14 +89,18 @@ def _map(body: Body, xs: Sequence[Tensor], more: Sequence[Any] = ()) -> list[Any
     return _scan(body, (), xs, more)
 
 
-IF_ELSE = "if_else"
+def _selection(body: Body, operands: Sequence[Any]) -> list[Any]:
+    return _as_list(body(*operands))
+
+
+IF_ELSE, SELECTION = "if_else", "selection"
 
 RUNS: dict[str, Callable[..., list[Any]]] = {
-    IF_ELSE: _if_else, "cond": _cond, "while_loop": _while_loop, "scan": _scan,
+    IF_ELSE: _if_else, SELECTION: _selection, "cond": _cond, "while_loop": _while_loop, "scan": _scan,
     "associative_scan": _associative_scan, "map_impl": _map,
 }  # fmt: skip
-"""What each of torch's higher-order operators does, by its name; ``if_else`` is none of torch's (see
-``capture.functional.ways``)."""
+"""What each of torch's higher-order operators does, by its name; ``if_else`` and ``selection`` are none of torch's (see
+``capture.functional.ways`` and ``selections``)."""
 
 
 def control_operator(name: str, arguments: Sequence[Any]) -> tuple[Callable[..., tuple[Any, ...]], list[Any]]:
@@ -121,9 +125,14 @@ def _operator(name: str, places: Sequence[bool], graphs: Sequence[fx.GraphModule
     return call
 
 
-def is_choice(target: Any) -> bool:
-    """Whether an operator is Python's own ``if``."""
-    return bool(inner_graphs(target)) and target.__name__ == IF_ELSE
+def is_selection(target: Any) -> bool:
+    """Whether an operator runs on as many rows as values select."""
+    return bool(inner_graphs(target)) and target.__name__ == SELECTION
+
+
+def goes_by_values(target: Any) -> bool:
+    """Whether an operator is Python's own ``if``, or runs on as many rows as values select."""
+    return is_selection(target) or bool(inner_graphs(target)) and target.__name__ == IF_ELSE
 
 
 def kind_of(target: Any) -> Hashable:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.operators.control_flow import on_device
+from autoparallel.operators.control_flow import inner_graphs, on_device
 from autoparallel.operators.flex import is_flex
 from autoparallel.operators.opaque import exit_module, function_class, has_own_backward
 from autoparallel.predict.attention import attention
@@ -29,8 +30,8 @@ def call_without_data(target: Any, args: Any, kwargs: Any) -> Any:
 
 
 def is_unseen(node: fx.Node) -> bool:
-    """Whether a node calls Python of the user's, or FlexAttention."""
-    return node.op == "call_function" and (has_own_backward(node.target) or is_flex(node.target))
+    """Whether a node calls Python of the user's, FlexAttention, or what runs on as many rows as values select."""
+    return node.op == "call_function" and (has_own_backward(node.target) or _is_sized_by_data(node.target))
 
 
 def stand_in(node: fx.Node, args: Any, kwargs: Any, shape_of: Callable[[Tensor], tuple[int, ...]]) -> Any:
@@ -41,7 +42,7 @@ def stand_in(node: fx.Node, args: Any, kwargs: Any, shape_of: Callable[[Tensor],
     """
     if node.target is exit_module:
         return args[1:]
-    if function_class(node.target) is None and not is_flex(node.target):
+    if function_class(node.target) is None and not _is_sized_by_data(node.target):
         return args[0] if is_tensor(node) else (*args[1:], None)
     read = _torch.tensors.tensors_in((args, kwargs))
     traced = node.meta["val"]
@@ -50,6 +51,16 @@ def stand_in(node: fx.Node, args: Any, kwargs: Any, shape_of: Callable[[Tensor],
     remaining = iter(_Unseen.apply(len(read), *read, *(x for x in outputs if x is not None)))
     results = tuple(None if x is None else next(remaining) for x in outputs)
     return results[0] if is_tensor(node) else results
+
+
+def _is_sized_by_data(target: Any) -> bool:
+    return is_flex(target) or any(_selects_rows(node) for graph in inner_graphs(target) for node in graph.graph.nodes)
+
+
+def _selects_rows(node: fx.Node) -> bool:
+    """Whether a call in a graph works on as many rows as values select."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return any(map(_torch.export.free_unbacked_symbols, values)) or _is_sized_by_data(node.target)
 
 
 class _Unseen(torch.autograd.Function):

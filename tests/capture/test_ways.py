@@ -17,7 +17,7 @@ from transformers.models.table_transformer.modeling_table_transformer import Tab
 import autoparallel
 from autoparallel.capture import attempt
 from autoparallel.graph.captured import CaptureError
-from autoparallel.operators.control_flow import inner_graphs, is_choice
+from autoparallel.operators.control_flow import goes_by_values, inner_graphs
 from autoparallel.planner import planner
 from tests.captures import captured
 from tests.distributed import run_distributed
@@ -44,7 +44,7 @@ SMALL, LARGE = 0.01, 100.0
 
 
 def choices(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if is_choice(node.target)]
+    return [node for node in graph.nodes if goes_by_values(node.target)]
 
 
 def operators(graph: fx.Graph) -> list[str]:
@@ -195,14 +195,6 @@ class _HooksOnOneWay(Blocks):
         return h
 
 
-class _SelectsOnOneWay(Blocks):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.gain(x)
-        if x.sum() > 0:
-            h = h * h[h > 0].sum()
-        return h
-
-
 class _BindsABuffer(Blocks):
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +211,6 @@ REASONS = {
     _AsksFiveTimes: "asks for a tensor's value for the 5th time",
     _ReadsANumber: "one reads a tensor's value into Python",
     _HooksOnOneWay: "one runs an autograd.Function or a hook",
-    _SelectsOnOneWay: "on a tensor's values|into Python, or makes a size of it",
     _BindsABuffer: r"binds the buffer mean anew: write into it, mean.copy_\(...\)",
 }
 

@@ -5,5 +5,6 @@
 - ``passes``: the passes of a capture, in their order.
 - ``outputs``: says which output is the loss.
 - ``ways``: those that a call may take by a tensor's value, as one program.
+- ``selections``: what is made of as many rows as values select; ``inner_graphs``: how it, and a way, become one call.
 - ``layers``: those that repeat, traced once.
 """

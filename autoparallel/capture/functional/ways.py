@@ -14,7 +14,6 @@ Merged:
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +24,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch.export import free_unbacked_symbols, graph_module, size_guards
+from autoparallel._torch.export import size_guards
+from autoparallel.capture.functional.inner_graphs import inner_graph, insert_call
 from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.refusals import INSTEAD_OF_WAYS
 from autoparallel.capture.tracing.trace import Trace
@@ -35,7 +35,7 @@ from autoparallel.graph.layers import draw_of
 from autoparallel.graph.lines import marks_of
 from autoparallel.operators.control_flow import IF_ELSE, control_operator, take_apart, what_of
 from autoparallel.operators.opaque import CALL, HOOK
-from autoparallel.passes.canonicalize_operators import canonicalize_operators
+from autoparallel.rules import operator_name
 
 Pair = tuple[fx.Node, fx.Node]
 """What stands at one place in both ways: a node of the first and one of the second."""
@@ -292,8 +292,8 @@ class _Merged:
             raise self.refused("one runs an autograd.Function or a hook")
         if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
             raise self.refused("one runs an operator that runs graphs")
-        if any(map(free_unbacked_symbols, pytree.tree_leaves(node.meta.get("val")))):
-            raise self.refused("one reads a tensor's value into Python, or makes a size of it")
+        if operator_name(node.target) in ("aten._local_scalar_dense", "aten.item"):
+            raise self.refused("one reads a tensor's value into Python")
 
     def _join(self, ours: Sequence[fx.Node], theirs: Sequence[fx.Node], joints: Sequence[Pair]) -> dict[Pair, fx.Node]:
         """Inserts the call that runs one way or the other; what stands for each pair behind it.
@@ -312,40 +312,11 @@ class _Merged:
             if x not in inside
         }
         operands = [node for node in self.graph.nodes if node in read]
-        graphs = [self._graph_of(way, [pair[i] for pair in joints], operands) for i, way in enumerate(ways)]
+        graphs = [inner_graph(way, [pair[i] for pair in joints], operands, self.twins) for i, way in enumerate(ways)]
         target, arguments = control_operator(IF_ELSE, [self.questions[0], *graphs, tuple(operands)])
         behind = ours[-1] if ours else self.questions[0]
-        with self.graph.inserting_after(behind):
-            call = self.graph.call_function(target, tuple(arguments))
-        call.meta = {**marks_of(self.questions[0]), "val": tuple(x.meta["val"] for x, _ in joints)}
-        results: dict[Pair, fx.Node] = {}
-        last = call
-        for i, pair in enumerate(joints):
-            with self.graph.inserting_after(last):
-                results[pair] = last = self.graph.call_function(operator.getitem, (call, i))
-            last.meta = {**marks_of(self.questions[0]), "val": pair[0].meta["val"]}
-        return results
-
-    def _graph_of(
-        self, way: Sequence[fx.Node], results: Sequence[fx.Node], operands: Sequence[fx.Node]
-    ) -> fx.GraphModule:
-        graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        for i, node in enumerate(operands):
-            values[node] = graph.placeholder(f"operand_{i}")
-            values[node].meta = {"val": node.meta["val"]}
-
-        def inner(x: fx.Node) -> fx.Node:
-            return values[x] if x in values else values[self.twins[x]]
-
-        for node in way:
-            values[node] = graph.node_copy(node, inner)
-            values[node].meta = dict(node.meta)
-        graph.output(tuple(inner(x) for x in results))
-        module = graph_module(graph)
-        canonicalize_operators(module)
-        module.recompile()
-        return module
+        items = insert_call(behind, target, arguments, [x for x, _ in joints], marks_of(self.questions[0]))
+        return dict(zip(joints, items, strict=True))
 
 
 # --------------------------------------------------------------------------------------------------- reading graphs

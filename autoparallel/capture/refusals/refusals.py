@@ -48,14 +48,9 @@ def require_static(graph: fx.Graph, numbers: Collection[str]) -> list[str]:
         counted = _counts_values(node)
         if counted or any(symbols - (set() if isinstance(value, torch.Tensor) else allowed) for symbols in unknown):
             if operator_name(node.target) in ("aten._local_scalar_dense", "aten.item"):
-                what, advice = "a tensor's value is read into Python", "keep it a tensor (no .item())"
-            else:
-                what = "a size depends on a tensor's values"
-                advice = (
-                    "keep all rows and weigh them by masks, such as (loss * mask).sum() / mask.sum(), use "
-                    "torch.where or ignore_index"
-                )
-            raise refusal(what, line_of(node), f"{advice}, or compute it outside of the model and pass it in")
+                cure = "keep it a tensor (no .item()), or compute it outside of the model and pass it in"
+                raise refusal("a tensor's value is read into Python", line_of(node), cure)
+            raise refusal("a size depends on a tensor's values", line_of(node), KEEP_ALL_ROWS)
     return checks
 
 
@@ -282,6 +277,12 @@ INSTEAD_OF_WAYS = (
 )
 """What to do instead of going one of two ways by a tensor's value."""
 
+KEEP_ALL_ROWS = (
+    "keep all rows and weigh them by masks, such as (loss * mask).sum() / mask.sum(), use torch.where or ignore_index, "
+    "or compute it outside of the model and pass it in"
+)
+"""What to do instead of selecting as many rows as there are by a tensor's values."""
+
 _MISCALLED = re.compile(r"forward\(\) (takes|got|missing) ")
 
 _ATTRIBUTE = re.compile(r"\b\w+\.(\w+)")
@@ -300,10 +301,7 @@ def _explain_value(error: Exception, modules: list[nn.Module], line: str) -> tup
             "make the model with experts_implementation='grouped_mm' (or 'batched_mm')"
         )
     if "DynamicOutput" in type(error).__name__:
-        return "a size depends on a tensor's values", (
-            "keep all rows and weigh them by masks, such as (loss * mask).sum() / mask.sum(), use torch.where or "
-            "ignore_index, or compute it outside of the model and pass it in"
-        )
+        return "a size depends on a tensor's values", KEEP_ALL_ROWS
     buffers = modules[0]._buffers if modules else {}
     if flag := next((name for name in _ATTRIBUTE.findall(line) if buffers.get(name) is not None), None):
         return f"Python asks for the value of the buffer {flag}", (

@@ -32,6 +32,9 @@ from autoparallel.graph.python_state import OURS
 _OUTERMOST = f"{OURS}capture/training.py"
 """Where the call of the model begins."""
 
+_MODULES_OF_TORCH = f"{_torch.export.FOLDER}nn/"
+"""They leave out what would run on no rows, which then gets no gradient: adaptive softmax, whose ways are too many."""
+
 _CHECKS_OF_TORCH = f"{_torch.export.FOLDER}distributions/"
 
 
@@ -51,7 +54,8 @@ class _Place(NamedTuple):
 def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What Python is told that asks for a tensor's value: of a check that only raises, what lets it pass."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_name == "__torch_function__" or frame.f_code is _bool.__code__):
+    codes = (_bool.__code__, _sym_bool.__code__)
+    while frame is not None and (frame.f_code.co_name == "__torch_function__" or frame.f_code in codes):
         frame = frame.f_back
     tensor = next(iter((*args, *kwargs.values())))
     if frame is None or getattr(tensor, "constant", None) is not None:
@@ -60,6 +64,8 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if passes is not None and not _is_caught(frame):
         trace.left_out[line_of_frame(frame)] = None
         return passes
+    if func is _SYM_BOOL and frame.f_code.co_filename.startswith(_MODULES_OF_TORCH):
+        return _torch.export.guard_strictly(tensor)
     of_torch = frame.f_code.co_filename.startswith(_torch.export.FOLDER)
     value = None if of_torch else _question(func, *args, **kwargs)
     return func(*args, **kwargs) if value is None else trace.ask(value, line_of_frame(frame))
@@ -68,6 +74,8 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 def _question(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Tensor | None:
     """The tensor of one element that holds where a call of the functions below answers True; None where the answer is
     another one, or no fake tensor's."""
+    if func is _SYM_BOOL:
+        return torch.ops.aten.scalar_tensor.default(torch.sym_ite(x, 1, 0)) > 0
     if not _torch.export.is_fake(x):
         return None
     if func in (Tensor.allclose, torch.allclose):
@@ -86,8 +94,18 @@ def _bool(self: Tensor) -> bool:
     return answer
 
 
-_BOOL = Tensor.__bool__
-NAMES: tuple[tuple[Any, str, Any], ...] = ((Tensor, "__bool__", _bool),)
+def _sym_bool(self: torch.SymBool) -> bool:
+    """The same for a relation of sizes that only values tell: how many rows a mask selects."""
+    trace = listening()
+    unasked = trace is None or not _torch.export.is_unknown(self)
+    answer: bool = _SYM_BOOL(self) if unasked else _ask(trace, _SYM_BOOL, self)  # type: ignore[arg-type]
+    return answer
+
+
+_BOOL, _SYM_BOOL = Tensor.__bool__, torch.SymBool.__bool__
+NAMES: tuple[tuple[Any, str, Any], ...] = (
+    (Tensor, "__bool__", _bool), (torch.SymBool, "__bool__", _sym_bool),
+)  # fmt: skip
 CHECKED: dict[Any, Callable[..., Any]] = dict.fromkeys(
     (Tensor.item, Tensor.equal, Tensor.allclose, torch.equal, torch.allclose), _ask
 )

@@ -134,6 +134,10 @@ def _set_replacement(self: _torch.export.ShapeEnv, symbol: Any, size: Any, messa
     return _SET_REPLACEMENT(self, symbol, size, message)
 
 
+def _guard_bool(self: _torch.export.SymNode, file: str, line: int) -> bool:
+    return (_GUARD_BOOL if CURRENT.value is None else _torch.export.guard_bool)(self, file, line)
+
+
 def _to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """Does nothing where nothing is cast; the copy that is traced has no device."""
     if listening() is None:
@@ -205,6 +209,7 @@ _ASKED: tuple[Any, ...] = (torch.compiler.is_compiling, torch.compiler.is_export
 _VALIDATE_DEVICE = getattr(*_torch.export.VALIDATE_DEVICE)
 _TO = torch.nn.Module.to
 _SYNC_BATCH_NORM = torch.nn.SyncBatchNorm.forward
+_GUARD_BOOL = _torch.export.SymNode.guard_bool
 _SET_REPLACEMENT = _torch.export.ShapeEnv._set_replacement
 _FORWARD_AD = torch.autograd.forward_ad
 _ENTER_DUAL_LEVEL = _FORWARD_AD.enter_dual_level
@@ -215,6 +220,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     (_torch.autograd.SingleLevelFunction, "apply", classmethod(function_apply)),
     (_torch.nn.modules, "BackwardHook", backward_hook),
     (_torch.export.decompositions, "one_layer_lstm", _torch.export.one_layer_lstm),
+    (_torch.export.SymNode, "guard_bool", _guard_bool),
     (_torch.export.ShapeEnv, "_set_replacement", _set_replacement),
     *[(f, "__defaults__", (partial(_answer, FunctionType(f.__code__, f.__globals__, f.__name__)),)) for f in _ASKED],
     *[(f, "__code__", _as_told.__code__) for f in _ASKED],

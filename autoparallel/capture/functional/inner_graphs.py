@@ -1,0 +1,72 @@
+"""Calls that run a part of a graph: what a program can only make as a whole becomes the graph of one call."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from autoparallel._torch.export import graph_module
+from autoparallel.passes.canonicalize_operators import canonicalize_operators
+
+
+def inner_graph(
+    calls: Iterable[fx.Node],
+    results: Iterable[fx.Node],
+    operands: Iterable[fx.Node],
+    twins: Mapping[fx.Node, fx.Node] | None = None,
+) -> fx.GraphModule:
+    """The graph of some calls.
+
+    Args:
+        calls: in their order.
+        results: what the graph returns.
+        operands: what it reads, each a placeholder.
+        twins: what stands for what among the operands.
+    """
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(operands):
+        values[node] = graph.placeholder(f"operand_{i}")
+        values[node].meta = {"val": node.meta["val"]}
+
+    def inner(x: fx.Node) -> fx.Node:
+        return values[x] if x in values or twins is None else values[twins[x]]
+
+    for node in calls:
+        values[node] = graph.node_copy(node, inner)
+        values[node].meta = dict(node.meta)
+    graph.output(tuple(map(inner, results)))
+    module = graph_module(graph)
+    canonicalize_operators(module)
+    module.recompile()
+    return module
+
+
+def insert_call(
+    behind: fx.Node,
+    target: Callable[..., Any],
+    arguments: Sequence[Any],
+    results: Sequence[fx.Node],
+    marks: Mapping[str, Any],
+) -> list[fx.Node]:
+    """Inserts a call that makes several results, and what takes each of them from it.
+
+    Args:
+        behind: what comes before it.
+        results: those that have the same sizes and dtypes.
+        marks: of where in the model it stands.
+    """
+    graph = behind.graph
+    with graph.inserting_after(behind):
+        call = last = graph.call_function(target, tuple(arguments))
+    call.meta = {**marks, "val": tuple(x.meta["val"] for x in results)}
+    items = []
+    for i, result in enumerate(results):
+        with graph.inserting_after(last):
+            last = graph.call_function(operator.getitem, (call, i))
+        last.meta = {**marks, "val": result.meta["val"]}
+        items.append(last)
+    return items

@@ -1,0 +1,166 @@
+"""What a model makes of as many rows as values select, as one call.
+
+``h[mask]``, ``nonzero``, ``masked_select`` and ``unique`` give tensors whose sizes only values tell.  A plan knows no
+such sizes: so all that is made of them, up to what has a size again, becomes the graph of one call, which runs on whole
+tensors on every rank, as the model does on one.
+
+Before:
+    index = aten.index(h, [mask]);  index_1 = aten.index(y, [mask]);  loss = aten.cross_entropy_loss(index, index_1)
+After, the three calls inside of the operator:
+    selection = autoparallel.operators.control_flow.selection((h, y, mask));  getitem = selection[0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoparallel._torch.export import free_unbacked_symbols
+from autoparallel.capture.functional.inner_graphs import inner_graph, insert_call
+from autoparallel.capture.refusals.refusals import KEEP_ALL_ROWS
+from autoparallel.graph.captured import CaptureError, refusal
+from autoparallel.graph.layers import draw_of
+from autoparallel.graph.lines import line_of, marks_of
+from autoparallel.operators.control_flow import SELECTION, control_operator, goes_by_values
+from autoparallel.operators.opaque import CALL, HOOK
+
+
+def group_selections(graph: fx.Graph) -> None:
+    """Rewrites the graph of a functional trace in place.
+
+    Raises:
+        CaptureError: where such a size leaves the model, or what no graph of a call can do is made of it.
+    """
+    symbols = {s for node in graph.nodes if _selects(node) for s in _unknown_sizes(node)}
+    if not symbols:
+        return
+    for group in _groups(graph, symbols):
+        _replace(group)
+
+
+def _selects(node: fx.Node) -> bool:
+    """Whether a call may give as many rows as values select."""
+    return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()) or goes_by_values(node.target)
+
+
+def _unknown_sizes(node: fx.Node) -> set[Any]:
+    """The symbols of a value that are known only when the program runs."""
+    return {s for value in pytree.tree_leaves(node.meta.get("val")) for s in free_unbacked_symbols(value)}
+
+
+@dataclass(eq=False)
+class _Group:
+    """Calls that become one.
+
+    Attributes:
+        inside: the calls by their places in the graph.
+    """
+
+    inside: dict[int, fx.Node] = field(default_factory=dict)
+
+    @property
+    def calls(self) -> list[fx.Node]:
+        """The calls in their order."""
+        return [node for _, node in sorted(self.inside.items())]
+
+
+def _groups(graph: fx.Graph, symbols: set[Any]) -> Iterator[_Group]:
+    """The groups of calls with what unknown sizes lead to, each with all that lies between two of its calls."""
+    nodes = list(graph.nodes)
+    places = {node: place for place, node in enumerate(nodes)}
+    unsized = {node for node in nodes if node.op != "output" and symbols & _unknown_sizes(node)}
+    group_of: dict[fx.Node, _Group] = {}
+
+    def put(node: fx.Node, group: _Group) -> None:
+        other = group_of.get(node)
+        members = other.inside if other is not None else {places[node]: node}
+        group.inside.update(members)
+        group_of.update(dict.fromkeys(members.values(), group))
+
+    for node in nodes:
+        read = [x for x in node.all_input_nodes if x in unsized]
+        if node.op == "output" and read:
+            sources = (x for x in nodes if _selects(x) and _unknown_sizes(x) & _unknown_sizes(read[0]))
+            raise _refuse_size("it is returned", next(sources, read[0]))
+        if node in unsized or read:
+            group = _Group()
+            for x in (node, *read):
+                put(x, group)
+            if isinstance(node.meta.get("val"), tuple | list):  # of which others take parts
+                unsized.add(node)
+    changed = True
+    while changed:
+        changed = False
+        for group in dict.fromkeys(group_of.values()):
+            for node in _calls_between(nodes, group):
+                put(node, group)
+                changed = True
+    yield from dict.fromkeys(group_of.values())
+
+
+def _calls_between(nodes: list[fx.Node], group: _Group) -> list[fx.Node]:
+    """The calls outside of a group that read of it and are read by it, perhaps through others."""
+    inside = {*group.inside.values()}
+    window = nodes[min(group.inside) : max(group.inside) + 1]
+    after: set[fx.Node] = set()
+    for node in window:
+        if any(x in inside or x in after for x in node.all_input_nodes):
+            after.add(node)
+    before: set[fx.Node] = set()
+    for node in reversed(window):
+        if any(x in inside or x in before for x in node.users):
+            before.add(node)
+    return [node for node in window if node in after and node in before and node not in inside]
+
+
+def _replace(group: _Group) -> None:
+    """Puts one call in the place of a group's."""
+    calls = group.calls
+    for node in calls:
+        _require_plain(node)
+    inside = {*calls}
+    results = [node for node in calls if any(user not in inside for user in node.users)]
+    read = dict.fromkeys(x for node in calls for x in node.all_input_nodes if x not in inside)
+    last = calls[-1]
+    _move_behind(last, calls[0], inside)
+    if results:
+        operands = [node for node in last.graph.nodes if node in read]
+        target, arguments = control_operator(SELECTION, [inner_graph(calls, results, operands), tuple(operands)])
+        first = next(node for node in calls if _selects(node))
+        for result, item in zip(results, insert_call(last, target, arguments, results, marks_of(first)), strict=True):
+            result.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
+    for node in reversed(calls):
+        node.graph.erase_node(node)
+
+
+def _move_behind(last: fx.Node, first: fx.Node, inside: set[fx.Node]) -> None:
+    """Moves what reads of a group, and stands before the last of its calls, behind that."""
+    late: dict[fx.Node, None] = {}
+    node = first
+    while node is not last:
+        if node not in inside and any(x in inside or x in late for x in node.all_input_nodes):
+            late[node] = None
+        node = node.next
+    behind = last
+    for node in late:
+        behind.append(node)
+        behind = node
+
+
+def _require_plain(node: fx.Node) -> None:
+    """Refuses what the graph of a call cannot do."""
+    if draw_of(node) is not None:
+        raise _refuse_size("random numbers are drawn for it", node)
+    if node.target in (CALL, HOOK):
+        raise _refuse_size("an autograd.Function or a hook runs on it", node)
+    if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
+        raise _refuse_size("an operator runs on it that runs graphs", node)
+
+
+def _refuse_size(why: str, node: fx.Node) -> CaptureError:
+    return refusal(f"a size depends on a tensor's values, and {why},", line_of(node), KEEP_ALL_ROWS)

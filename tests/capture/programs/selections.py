@@ -1,0 +1,157 @@
+"""As many rows as values select: each step selects another number of them, one of them none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.capture.registry import program
+from tests.capture.runner import numbers
+
+
+def tagged(step: int) -> tuple[Any, ...]:
+    """Eight sequences, and labels of which some are missing: some, all, then all but one."""
+    labels = numbers(8, 6, seed=step).mul(3).long().clamp(-1, 3)
+    if step:
+        labels.fill_(-1)
+    if step == 2:
+        labels[3, 2] = 1
+    return numbers(8, 6, 8, seed=step + 7), labels
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return self.loss(self.body(x).tanh(), labels)
+
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        raise NotImplementedError
+
+
+@program(batch=tagged, ranks=True)
+class MaskedLoss(Tagger):
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        logits, mask = self.head(h), labels >= 0
+        return F.cross_entropy(logits[mask], labels[mask], reduction="sum"), logits
+
+
+@program(batch=tagged, ranks=True)
+class ActiveLoss(Tagger):
+    """As many models of transformers have done it; the mean of none is not a number."""
+
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        logits, active = self.head(h).view(-1, 4), labels.view(-1) != -1
+        return F.cross_entropy(logits[active], labels.view(-1)[active]).nan_to_num(0.0) + h.square().mean()
+
+
+@program(batch=tagged, ranks=True)
+class PositionsOfRows(Tagger):
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        places = torch.nonzero(labels.view(-1) >= 0).squeeze(-1)
+        rows = self.head(h).view(-1, 4).index_select(0, places)
+        return rows.logsumexp(-1).sum() / max(places.shape[0], 1)
+
+
+@program(batch=tagged, ranks=True)
+class PutsBackWhatItSelects(Tagger):
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        out = torch.zeros_like(h)
+        out[labels >= 0] = self.body(h[labels >= 0]).relu()
+        return self.head(out).square().mean()
+
+
+@program(batch=tagged, ranks=True)
+class LoopOverExperts(Tagger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 3), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        rows = h.reshape(-1, 8)
+        weights, chosen = self.router(rows).softmax(-1).max(-1)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            (places,) = torch.where((chosen == number) & (labels.view(-1) > -2))
+            out.index_add_(0, places, expert(rows[places]) * weights[places, None])
+        return self.head(out).square().mean()
+
+
+@program(batch=tagged, ranks=True)
+class DifferenceOfMeans(Tagger):
+    """Two selections of one tensor, and a third that reads of both."""
+
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        low, high = h[labels < 1], h[labels >= 1]
+        centre = low.sum(0) - high.sum(0)
+        return (h[labels < 2] - centre).square().sum()
+
+
+@program(batch=tagged, ranks=True)
+class SelectsOnOneWay(Tagger):
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        return h[labels > 0].sum() * h.mean() if labels.sum() > 0 else h.mean()
+
+
+@program(batch=tagged, ranks=True)
+class AsksHowManyItSelects(Tagger):
+    """Of a size that is known only when the program runs, Python may ask, too."""
+
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        rows = h[labels >= 0]
+        return self.head(rows).square().mean() if rows.shape[0] > 1 else h.mean()
+
+
+@program(batch=tagged, ranks=True)
+class AsksBeforeItSelects(Tagger):
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        mask = labels >= 0
+        return F.cross_entropy(self.head(h)[mask], labels[mask]) if mask.any() else h.square().mean()
+
+
+@program(batch=tagged, ranks=True)
+class CountsDistinct(Tagger):
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        values, places = torch.unique(labels, return_inverse=True)
+        return (h.mean(-1) * places).sum() / values.numel()
+
+
+@program(batch=tagged, ranks=True)
+class MeanOfCodes(Tagger):
+    """A buffer follows what was selected, without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("code", torch.zeros(8))
+
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        with torch.no_grad():
+            self.code.mul_(0.9).add_(h[labels >= 0].sum(0))
+        return (self.head(h) * self.head(self.code)).sum()
+
+
+@program(batch=tagged, refused="weigh them by masks")
+class ReturnsWhatItSelects(Tagger):
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return self.head(x)[labels >= 0]  # refused
+
+
+@program(batch=tagged, refused="weigh them by masks")
+class DrawsForWhatItSelects(Tagger):
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        rows = self.head(x)[labels >= 0]
+        return F.dropout(rows, 0.5).sum()  # refused
+
+
+@program(batch=tagged, ranks=True)
+class LargestOfWhatItSelects(Tagger):
+    """Several results of one call have sizes again."""
+
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        values, places = torch.cat([h[labels >= 0], h[0]]).max(0)
+        return (self.head(values) * places[:4]).sum()
