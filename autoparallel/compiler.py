@@ -39,7 +39,7 @@ from autoparallel.runtime.programs.compiled import Body, plain_body
 from autoparallel.runtime.programs.pipeline import attach_stages
 from autoparallel.runtime.programs.runner import Runner
 from autoparallel.runtime.ranks.agreement import Agreement
-from autoparallel.runtime.ranks.dtensors import handle_lists
+from autoparallel.runtime.ranks.dtensors import note_stages
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ class Compiler:
         homes = dict.fromkeys(store.parameters, store.mesh)
         if self.owners:
             slices = other_slices(self.mesh, PIPELINE_AXIS, store.mesh)
-            handle_lists(slices)
+            note_stages(slices)
             homes = {name: slices[self.owners[name]] for name in store.parameters}
         if any(_torch.dtensor.local_of(t).is_meta for t in [*store.parameters.values(), *self.model.buffers()]):
             materialize(self.model, layouts, self.mesh, whole_group(bind(self.mesh)), homes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -39,6 +40,11 @@ def from_part(
 ) -> DTensor:
     """A contiguous ``DTensor`` of a shape, of which this rank has ``local``."""
     return wrap_local(local, make_spec(mesh, placements, torch.Size(shape), local.dtype))
+
+
+def become(tensor: DTensor, other: DTensor) -> None:
+    """Has a ``DTensor`` lie as another of its shape does, and share its memory."""
+    tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,11 +96,30 @@ def list_operators() -> list[Any]:
     return [getattr(packet, name) for packet in packets for name in packet.overloads() if not name.endswith("out")]
 
 
+def names_in_place() -> list[str]:
+    """The names of the operators that write to their first operand."""
+    return [name for name in dir(torch.ops.aten) if name.endswith("_") and not name.startswith("_")]
+
+
+def operators_in_place(names: Iterable[str]) -> list[Any]:
+    """The operators of some of these names."""
+    packets = [getattr(torch.ops.aten, name) for name in sorted(names)]
+    return [getattr(packet, name) for packet in packets for name in packet.overloads() if not name.endswith("out")]
+
+
 def handle_operators(operators: Iterable[Any], handler: Callable[..., Any]) -> None:
     """Has ``handler(operator, args, kwargs)`` compute what operators make of ``DTensor``s, unless another does."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for operator in operators:
         handlers.setdefault(operator, handler)
+
+
+def handle_first(operators: Iterable[Any], handler: Callable[..., Any]) -> None:
+    """Has ``handler(earlier, operator, args, kwargs)`` compute what operators make of ``DTensor``s; ``earlier`` is what
+    did before, if another has been made to."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    for operator in operators:
+        handlers[operator] = partial(handler, handlers.get(operator))
 
 
 _LOCK = threading.RLock()

@@ -97,14 +97,16 @@ def test_draws_averages_and_lists(axis: str, plan: str) -> None:
         assert found == dict.fromkeys(found, 0.0)
 
 
-def _copy_plain(axis: str) -> dict[str, Any]:
+def _copy_plain(axis: str) -> dict[str, float]:
     options = {"pipeline": autoparallel.Pipeline("1f1b", 2)} if axis == "pp" else {"plan": "fsdp"}
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
     model = autoparallel.compile(Net(), mesh, loss_fn=F.mse_loss, **options)
     model.prepare(*batch(0, dtype=torch.float32))
     p, value = model.up.weight, torch.arange(64.0).view(8, 8)
     with torch.no_grad():
-        found: dict[str, Any] = {"refused": raised(lambda: p.copy_(value))}
+        p.copy_(5 * value)
+    found = {"plain": float((weights(model)["up.weight"] - 5 * value).abs().max())}
+    with torch.no_grad():
         p.copy_(distribute_tensor(value, p.device_mesh, p.placements))
     found["copied"] = float((weights(model)["up.weight"] - value).abs().max())
     with torch.no_grad(), implicit_replication():
@@ -118,8 +120,40 @@ def _copy_plain(axis: str) -> dict[str, Any]:
     return found
 
 
+def _lists_with_plain_tensors() -> dict[str, float]:
+    """A temperature beside the model is clipped with it, and buffers are averaged with its parameters."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).double()
+    model = autoparallel.compile(
+        copy.deepcopy(plain), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), plan="fsdp"
+    )
+    x, found = torch.randn(8, 8, dtype=torch.float64), {}
+    norms, scales, averages = [], [], []
+    for m in (model, plain):
+        scale = nn.Parameter(torch.tensor([2.0, 3.0], dtype=torch.float64))
+        average = AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+        (m(x).square().mean() * scale.sum()).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_([*m.parameters(), scale], 0.1)))
+        torch.optim.SGD([*m.parameters(), scale], lr=0.5).step()
+        average.update_parameters(m)
+        average.update_parameters(m)
+        scales.append(scale.detach())
+        averages.append(average.module)
+    found["norm"] = abs(norms[0] - norms[1])
+    found["scale"] = float((scales[0] - scales[1]).abs().max())
+    found["weights"] = weights_off(weights(model), weights(plain))
+    found["averages"] = weights_off(weights(averages[0]), weights(averages[1]))
+    found["buffers"] = max(
+        float((a - b).abs().max()) for a, b in zip(averages[0].buffers(), averages[1].buffers(), strict=True)
+    )
+    return {name: off for name, off in found.items() if off > 1e-9} | {"was clipped": float(norms[1] > 0.1)}
+
+
+def test_lists_that_hold_plain_tensors_too() -> None:
+    assert run_on_ranks(_lists_with_plain_tensors, world_size=2) == [{"was clipped": 1.0}] * 2
+
+
 @pytest.mark.parametrize("axis", ["dp", "pp"])
-def test_a_plain_tensor_is_not_copied_to_a_parameter_but_by_the_ways_that_the_error_names(axis: str) -> None:
+def test_a_plain_tensor_is_copied_to_a_parameter(axis: str) -> None:
     for found in run_on_ranks(_copy_plain, axis, world_size=2):
-        assert "load_state_dict" in found.pop("refused")
-        assert found == dict.fromkeys(("copied", "replicated", "a number", "loaded"), 0.0)
+        assert found == dict.fromkeys(("plain", "copied", "replicated", "a number", "loaded"), 0.0)

@@ -1,6 +1,7 @@
 """What ranks tell each other before they enter a collective, and whether they have the same.
 
 - ``agreement``: all ranks are about to do the same; ``exchange``: what they show each other before every call.
-- ``messages``: tensors as bytes; ``dtensors``: operators that a script calls on parameters.
+- ``messages``: tensors as bytes; ``dtensors``: operators that a script calls on parameters; ``writes``: those that
+  write to a part of one.
 - ``replicas`` lie alike on several ranks; ``randomness``: where in the stream of random numbers a process stands.
 """

@@ -219,13 +219,24 @@ def agreement_of(mesh: DeviceMesh) -> Agreement:
     return agreement
 
 
-def agree_on(mesh: DeviceMesh, what: str) -> None:
+def agreement_over(mesh: DeviceMesh) -> Agreement | None:
+    """The ranks of a mesh that models are compiled for, or of one that it is part of; None where there are none."""
+    ranks = {*mesh.mesh.flatten().tolist()}
+    whole = [agreement for agreement in _AGREEMENTS.values() if ranks.issubset(agreement.ranks) and agreement.is_open]
+    return min(whole, key=lambda agreement: len(agreement.ranks), default=None)
+
+
+def agree_on(mesh: DeviceMesh, what: str, *digests: bytes) -> None:
     """Has the ranks of a mesh that models are compiled for show each other that they are about to do the same.
+
+    Args:
+        digests: of what else must be the same.
 
     Raises:
         RankMismatchError: on every rank, where some do something else.
     """
-    agreement = _AGREEMENTS.get(tuple(sorted(mesh.mesh.flatten().tolist())))
-    if agreement is not None and agreement.is_open:
-        table = agreement.ask(digest(what), what)()
-        agreement.require_same(table[:, :32], "the ranks call the model differently:", lambda: what)
+    agreement = agreement_over(mesh)
+    if agreement is not None:
+        table = agreement.ask(digest(what, *digests), what)()
+        contents = "".join(f" ({x.hex()[:8]})" for x in digests)
+        agreement.require_same(table[:, :32], "the ranks call the model differently:", lambda: what + contents)

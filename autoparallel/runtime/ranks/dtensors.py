@@ -11,9 +11,10 @@ be seeded alike.
 would wait for the others until the process group gives up.  So the ranks show each other first that they read one.
 
 [Note: lists of DTensors] Torch runs an operator on lists, such as ``torch._foreach_lerp_``, on the mesh of their first
-tensor.  The stages of a pipeline are several meshes: on the ranks of all others nothing would happen, without a word.
-What is made of one stage's tensors to be the model's, as ``torch.nn.utils.clip_grad_norm_`` makes a norm, is refused;
-so is a number of a tensor that lies on another stage, where torch says 0.  Other ``DTensor``s meet what torch does.
+tensor, and takes no list that holds plain tensors, too: buffers, or a parameter beside the model's.  The stages of a
+pipeline are several meshes: on the ranks of all others nothing would happen, without a word.  What is made of one
+stage's tensors to be the model's, as ``torch.nn.utils.clip_grad_norm_`` makes a norm, is refused; so is a number of a
+tensor that lies on another stage, where torch says 0.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from autoparallel import _torch
 from autoparallel.placements import from_dtensor_placements
 from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere, local_view
 from autoparallel.runtime.ranks.agreement import agree_on
+from autoparallel.runtime.ranks.writes import replicated, watch_positions
 
 
 def handle_operators(device: str) -> None:
@@ -38,18 +40,18 @@ def handle_operators(device: str) -> None:
     if device == "cpu" and not torch.accelerator.is_available():
         _torch.dtensor.handle_operators(_torch.dtensor.random_operators(), draw_whole)
     _torch.dtensor.handle_operators([torch.ops.aten._local_scalar_dense.default], whole_number)
-    _torch.dtensor.handle_operators([torch.ops.aten.copy_.default], copy_whole)
+    watch_positions()
+    _torch.dtensor.handle_operators(_torch.dtensor.list_operators(), on_lists)
+    _torch.dtensor.handle_operators([torch.ops.aten.stack.default], on_stack)
 
 
 _STAGES: set[DeviceMesh] = set()
 """The meshes of the stages of pipelines."""
 
 
-def handle_lists(stages: Iterable[DeviceMesh]) -> None:
-    """Has operators on lists of ``DTensor``s work where these lie on several meshes, those of a pipeline's stages."""
+def note_stages(stages: Iterable[DeviceMesh]) -> None:
+    """Notes the meshes of a pipeline's stages, on which the tensors of lists lie apart."""
     _STAGES.update(stages)
-    _torch.dtensor.handle_operators(_torch.dtensor.list_operators(), on_lists)
-    _torch.dtensor.handle_operators([torch.ops.aten.stack.default], on_stack)
 
 
 def draw_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -96,26 +98,6 @@ def whole_number(operator: Any, args: Sequence[Any], _: Mapping[str, Any]) -> An
     return operator(value.full_tensor())
 
 
-def copy_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What ``parameter.copy_(value)`` does.
-
-    Raises:
-        RuntimeError: for a plain value, of which nobody knows that all ranks have the same (not a number, and not
-            where the user says so by ``implicit_replication``).
-    """
-    try:
-        with _torch.dtensor.leave_to_torch(operator):
-            return operator(*args, **kwargs)
-    except RuntimeError as error:
-        if all(isinstance(x, DTensor) for x in args[:2]):
-            raise
-        raise RuntimeError(
-            "copy_() between a parameter that lies on a mesh, a DTensor, and a plain tensor\n"
-            "What to change: model.load_state_dict({name: value}, strict=False) takes whole tensors, and so does "
-            "p.copy_(distribute_tensor(value, p.device_mesh, p.placements)); p.full_tensor() gives one."
-        ) from error
-
-
 def on_lists(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an operator makes of lists of ``DTensor``s, mesh by mesh (see [Note: lists of DTensors]).
 
@@ -130,21 +112,29 @@ def on_lists(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         _require_no_stage(indices)
     results: dict[int, Any] = {}
     with _torch.dtensor.leave_to_torch(operator):
-        for some in indices.values():
+        if len(indices) == 1 and None not in indices:
+            return operator(*args, **kwargs)
+        for mesh, some in indices.items():
             picked = [[arg[i] for i in some] if at in lists else arg for at, arg in enumerate(args)]
+            if mesh is None:  # such as a temperature beside the model's parameters
+                picked = pytree.tree_map_only(DTensor, DTensor.full_tensor, picked)
             results |= zip(some, operator(*picked, **kwargs) or (), strict=False)
     return [results[i] for i in sorted(results)] or None
 
 
 def on_stack(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A stack of ``DTensor``s.
+    """A stack of ``DTensor``s, some of which may be plain numbers that all ranks have.
 
     Raises:
         RuntimeError: for one of numbers of one stage's tensors, as of norms.
     """
-    _require_no_stage(x.device_mesh for x in args[0] if isinstance(x, DTensor) and not x.ndim)
+    tensors, *rest = args
+    meshes = [x.device_mesh for x in tensors if isinstance(x, DTensor)]
+    _require_no_stage(x.device_mesh for x in tensors if isinstance(x, DTensor) and not x.ndim)
+    if len(meshes) < len(tensors) and all(not x.ndim for x in tensors):
+        tensors = [x if isinstance(x, DTensor) else replicated(x, meshes[0]) for x in tensors]
     with _torch.dtensor.leave_to_torch(operator):
-        return operator(*args, **kwargs)
+        return operator(tensors, *rest, **kwargs)
 
 
 def _require_no_stage(meshes: Iterable[DeviceMesh | None]) -> None:

@@ -1,0 +1,160 @@
+"""What a script writes to a parameter, a gradient or an optimizer's state, or to a part of one: ``weight[0].zero_()``.
+
+A view of a ``DTensor`` that is cut along the dim which the view takes apart is a view of a gathered copy: torch makes
+that copy, writes to it and drops it, without a word.  Where a view is made, it is noted here what it is a view of, and
+how it came about; what is written to it then is written to the whole tensor, of which every rank keeps its part.  So is
+what torch cannot write to parts: ``weight[mask] = 0``, ``weight.copy_(plain)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from autoparallel import _torch
+from autoparallel.placements import from_dtensor_placements
+from autoparallel.runtime.parameters.slices import lies_elsewhere, local_view
+from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
+
+_ATEN = torch.ops.aten
+VIEWS = (
+    _ATEN.alias.default, _ATEN.detach.default, _ATEN.diagonal.default, _ATEN.expand.default, _ATEN.permute.default,
+    _ATEN.select.int, _ATEN.slice.Tensor, _ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.squeeze.default,
+    _ATEN.squeeze.dim, _ATEN.squeeze.dims, _ATEN.t.default, _ATEN.transpose.int, _ATEN.unbind.int,
+    _ATEN.unfold.default, _ATEN.unsqueeze.default, _ATEN.view.default, _ATEN.view.dtype,
+)  # fmt: skip
+"""The operators that give views of ``DTensor``s; others are composed of them, or torch has no sharding for them."""
+
+_INDEXED = (
+    "index_add_", "index_copy_", "index_fill_", "index_put_", "index_reduce_", "masked_scatter_", "put_", "scatter_",
+    "scatter_add_", "scatter_reduce_",
+)  # fmt: skip
+"""The operators that write to places which indices name: those of the whole tensor, which torch takes for a part's."""
+_POSITIONS = (*_INDEXED, "copy_", "fill_", "fill_diagonal_", "masked_fill_", "renorm_")
+_ORIGIN = "_autoparallel_origin"
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a view is a view of.
+
+    Attributes:
+        base: the tensor whose memory it would share on one device.
+        steps: makes it of the whole base.
+    """
+
+    base: DTensor
+    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
+
+    def follow(self, whole: Tensor) -> Tensor:
+        """The view of the whole base."""
+        for step in self.steps:
+            whole = step(whole)
+        return whole
+
+
+def view(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator gives a view of a ``DTensor`` by; that of a gathered copy knows what it is of."""
+    source, *rest = args
+    with _torch.dtensor.leave_to_torch(operator):
+        if not isinstance(source, DTensor) or lies_elsewhere(source):
+            return operator(*args, **kwargs)
+        try:
+            result, is_gathered = operator(*args, **kwargs), False
+        except (RuntimeError, NotImplementedError):  # such as to take apart the dim that is cut
+            if all(p.is_replicate() for p in source.placements):
+                raise
+            result, is_gathered = operator(source.full_tensor(), *rest, **kwargs), True
+    if is_gathered:
+        result = pytree.tree_map_only(Tensor, lambda x: replicated(x, source.device_mesh), result)
+    origin = getattr(source, _ORIGIN, None)
+    for number, part in enumerate([result] if isinstance(result, Tensor) else result):
+        if origin is None and not is_gathered and _is_cut_alike(part, source):
+            continue
+
+        def step(x: Tensor, number: int = number) -> Tensor:
+            again = operator(x, *rest, **kwargs)
+            return again if isinstance(again, Tensor) else again[number]
+
+        before = origin or _Origin(source)
+        setattr(part, _ORIGIN, _Origin(before.base, (*before.steps, step)))
+        _watch_writes()
+    return result
+
+
+def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator does that writes to its first operand; on whole tensors, where torch cannot on their parts.
+
+    Args:
+        earlier: what else has been made to carry it out, if anything.
+
+    Raises:
+        RankMismatchError: on every rank, where plain tensors that it reads are not the same on all of them.
+    """
+    target = args[0]
+    origin = getattr(target, _ORIGIN, None)
+    can_gather = isinstance(target, DTensor) and agreement_over(target.device_mesh) is not None
+    can_gather = can_gather and not any(p.is_partial() for p in target.placements)
+    if origin is None and not (can_gather and operator.overloadpacket.__name__ in _INDEXED):
+        try:
+            if earlier is not None:
+                return earlier(operator, args, kwargs)
+            with _torch.dtensor.leave_to_torch(operator):
+                return operator(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
+            if not can_gather:
+                raise
+    origin = origin or _Origin(target)
+    _require_same(target, operator, (args[1:], kwargs))
+    if lies_elsewhere(target):
+        return target
+    rest, named = pytree.tree_map_only(DTensor, DTensor.full_tensor, (args[1:], dict(kwargs)))
+    whole = origin.base.full_tensor()
+    part = origin.follow(whole)
+    operator(part, *rest, **named)
+    layout = from_dtensor_placements(tuple(origin.base.placements))
+    _torch.dtensor.local_of(origin.base).copy_(local_view(whole, layout, origin.base.device_mesh))
+    if target is not origin.base:
+        _torch.dtensor.become(target, replicated(part, target.device_mesh))
+    return target
+
+
+def _require_same(target: DTensor, operator: Any, operands: Any) -> None:
+    """Raises where plain tensors, of which nobody knows that all ranks have the same, are not the same."""
+    tensors = [x for x in pytree.tree_leaves(operands) if isinstance(x, Tensor) and not isinstance(x, DTensor)]
+    if tensors:
+        what = f"plain tensors are written to a DTensor by {operator}"
+        agree_on(target.device_mesh, what, *map(tensor_digest, tensors))
+
+
+def _is_cut_alike(part: DTensor, source: DTensor) -> bool:
+    """Whether what is written to a view of a rank's part is written to that of the view."""
+    a, b = (_torch.tensors.storage_mark(_torch.dtensor.local_of(x)) for x in (part, source))
+    return a == b and all(type(p) in (Shard, Replicate) for p in part.placements)
+
+
+def replicated(value: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A ``DTensor`` of which every rank has all."""
+    return _torch.dtensor.from_part(value.contiguous(), mesh, (Replicate(),) * mesh.ndim, value.shape)
+
+
+@cache
+def watch_positions() -> None:
+    """Has views followed, and writes carried out that torch cannot make on parts."""
+    _torch.dtensor.handle_operators(VIEWS, view)
+    _torch.dtensor.handle_first(_torch.dtensor.operators_in_place(_POSITIONS), write)
+
+
+@cache
+def _watch_writes() -> None:
+    """Has all writes noticed: from the first view on that would lose them."""
+    names = _torch.dtensor.names_in_place()
+    _torch.dtensor.handle_first(_torch.dtensor.operators_in_place({*names} - {*_POSITIONS}), write)

@@ -1,0 +1,107 @@
+"""What a script writes to parts of parameters, gradients and optimizers' states is what it writes on one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autoparallel
+from tests.runtime.support import mesh_of, raised, run_on_ranks
+
+ROWS, WIDTH = 7, 6
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "a row": lambda p: p[0].zero_(),
+    "a row by a number": lambda p: p.__setitem__(-1, 2.0),
+    "a row from another": lambda p: p[0].copy_(p[3]),
+    "rows": lambda p: p[2:5].mul_(0.5),
+    "part of a part": lambda p: p[1:6][2][:3].fill_(4.0),
+    "a column": lambda p: p.__setitem__((slice(None), 1), 3.0),
+    "an element": lambda p: p.__setitem__((5, 2), 9.0),
+    "a transposed row": lambda p: p.t()[:, 6].neg_(),
+    "flat": lambda p: p.view(-1)[4:30].add_(1.0),
+    "a diagonal": lambda p: p[:WIDTH].diagonal().fill_(1.0),
+    "chunks": lambda p: p.chunk(3)[1].zero_(),
+    "splits": lambda p: p.split([2, 5])[1].sqrt_().nan_to_num_(),
+    "rows one by one": lambda p: [row.div_(i + 1) for i, row in enumerate(p)],
+    "where a mask says": lambda p: p.__setitem__(p > 0, 0.0),
+    "where positions say": lambda p: p.__setitem__(torch.tensor([0, 5]), 0.0),
+    "at indices": lambda p: p.index_fill_(0, torch.tensor([1, 6]), 0.5),
+    "limited norms": lambda p: p.renorm_(2, 0, 0.1),
+    "plain rows": lambda p: p.__setitem__(slice(1, 3), torch.ones(2, WIDTH, dtype=p.dtype)),
+    "a plain whole": lambda p: p.copy_(torch.ones(ROWS, WIDTH, dtype=p.dtype)),
+    "drawn rows": lambda p: p[2:4].normal_(generator=torch.Generator().manual_seed(3)),
+}
+
+
+def _apart(shape: tuple[int, ...], plan: str) -> dict[str, float]:
+    """How far parameters are apart after each kind of write to a parameter, its data, its gradient and its momentum."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, ROWS), nn.Tanh(), nn.Linear(ROWS, WIDTH)).double()
+    model = autoparallel.compile(copy.deepcopy(plain), mesh_of(*shape), plan=plan)
+    x, distances = torch.randn(8, WIDTH, dtype=torch.float64), {}
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (plain, model)]
+
+    def step() -> None:
+        for m, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            m(x).square().mean().backward()
+            optimizer.step()
+
+    step()
+    targets = {
+        "parameter": lambda p, _: p,
+        "data": lambda p, _: p.data,
+        "gradient": lambda p, _: p.grad,
+        "momentum": lambda p, optimizer: optimizer.state[p]["momentum_buffer"],
+    }
+    for kind, target in targets.items():
+        for name, write in WRITES.items():
+            both = []
+            for m, optimizer in zip((plain, model), optimizers, strict=True):
+                value = target(m.get_parameter("0.weight"), optimizer)
+                with torch.no_grad():
+                    write(value)
+                both.append((value.full_tensor() if isinstance(value, DTensor) else value).detach())
+            distances[f"{kind}: {name}"] = float((both[0] - both[1]).abs().max())
+            step()
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    distances["in the end"] = max(float((p - q.full_tensor()).detach().abs().max()) for p, q in pairs)
+    weight = model.get_parameter("0.weight")
+    distances["is sharded"] = weight.to_local().numel() / weight.numel()
+    return distances
+
+
+@pytest.mark.parametrize(
+    ("shape", "plan"),
+    [((2,), "fsdp"), ((2,), "tensor_parallel"), pytest.param((2, 2), "fsdp", marks=pytest.mark.wide)],
+    ids=["fsdp", "tensor parallel", "fsdp over two axes"],
+)
+def test_a_part_is_written_as_on_one_process(shape: tuple[int, ...], plan: str) -> None:
+    for rank in run_on_ranks(_apart, shape, plan, world_size=4 if len(shape) == 2 else 2):
+        assert rank.pop("is sharded") < 1
+        assert {name: apart for name, apart in rank.items() if not apart <= 1e-9} == {}
+
+
+def _differing() -> dict[str, Any]:
+    model = autoparallel.compile(nn.Linear(WIDTH, ROWS), mesh_of(2), plan="fsdp")
+    model(torch.ones(4, WIDTH)).sum().backward()
+    before = model.weight.full_tensor()
+    with torch.no_grad():
+        words = raised(lambda: model.weight.__setitem__(slice(0, 2), torch.full((2, WIDTH), float(dist.get_rank()))))
+        model.weight[0] = 5.0
+    after = model.weight.full_tensor()
+    return {"words": words, "kept": bool((after[1:] == before[1:]).all()), "written": bool((after[0] == 5).all())}
+
+
+def test_ranks_that_write_different_tensors_are_told_so_and_nothing_is_written() -> None:
+    for rank in run_on_ranks(_differing, world_size=2):
+        assert "the ranks call the model differently" in rank["words"] and "plain tensors are written" in rank["words"]
+        assert rank["kept"] and rank["written"]
