@@ -21,8 +21,9 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where a tensor keeps what ``register_hook`` and ``register_post_accumulate_grad_hook`` are given."""
 
 GET_GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
+GET_GRAD = vars(torch._C.TensorBase)["grad"].__get__
 SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
-"""What a mode sees where a tensor's ``grad_fn`` is read, and where its ``requires_grad`` is set."""
+"""What a mode sees where a tensor's ``grad_fn`` or ``grad`` is read, and where its ``requires_grad`` is set."""
 
 
 def saved_as_they_are() -> AbstractContextManager[object]:

@@ -97,6 +97,19 @@ def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
         return list(map(attrgetter("grad"), tensors))
 
 
+def function_modes() -> tuple[object, ...]:
+    """The ``TorchFunctionMode``s that are entered, from the outside in, each by its class and what it holds: they see,
+    and may change, what a model calls."""
+    modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    return tuple([(type(mode).__qualname__, *map(_describe, sorted(vars(mode).items()))) for mode in modes])
+
+
+def _describe(attribute: tuple[str, Any]) -> tuple[str, str]:
+    name, value = attribute
+    is_shown = isinstance(value, int | float | str | torch.device | torch.dtype | None)
+    return name, repr(value) if is_shown else type(value).__qualname__
+
+
 storage_mark: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 """A number of a tensor's storage, which no other has while there is a reference to that, a weak one at least."""
 

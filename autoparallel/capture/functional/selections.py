@@ -130,7 +130,10 @@ def _replace(group: _Group) -> None:
     _move_behind(last, calls[0], inside)
     if results:
         operands = [node for node in last.graph.nodes if node in read]
-        target, arguments = control_operator(SELECTION, [inner_graph(calls, results, operands), tuple(operands)])
+        inner = inner_graph(calls, results, operands)
+        if drawing := next((node for node in inner.graph.nodes if draw_of(node) is not None), None):
+            raise _refuse_size("random numbers are drawn for it", drawing)
+        target, arguments = control_operator(SELECTION, [inner, tuple(operands)])
         first = next(node for node in calls if _selects(node))
         for result, item in zip(results, insert_call(last, target, arguments, results, marks_of(first)), strict=True):
             result.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
@@ -154,8 +157,6 @@ def _move_behind(last: fx.Node, first: fx.Node, inside: set[fx.Node]) -> None:
 
 def _require_plain(node: fx.Node) -> None:
     """Refuses what the graph of a call cannot do."""
-    if draw_of(node) is not None:
-        raise _refuse_size("random numbers are drawn for it", node)
     if node.target in (CALL, HOOK):
         raise _refuse_size("an autograd.Function or a hook runs on it", node)
     if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):

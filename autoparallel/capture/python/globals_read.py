@@ -13,6 +13,7 @@ import inspect
 import os
 import random
 import sys
+import threading
 import types
 import warnings
 from collections import deque
@@ -156,6 +157,7 @@ class GlobalsRead:
         self._roots: dict[Hashable, _Root] = {}
         self._codes: dict[int, tuple[types.CodeType, _Loads | None]] = {}
         self._owners = {id(owner): owner for owner in owners}
+        self._links: dict[Hashable, tuple[str, Callable[[], Any]]] = {}
         self._closures: set[Hashable] = set()
         self._caches: list[Any] = []
         self._problem = ""
@@ -219,6 +221,9 @@ class GlobalsRead:
                 state.add(root.label, root.table, root.label, deep=True)
             else:
                 state.watch(root.label, root.read, root.key, deep=True)
+        for key, (label, read) in self._links.items():
+            if key not in self._roots:
+                state.watch(label, read, ("link", key))
         return state
 
     # -- while functions run ----------------------------------------------------------------------------------------
@@ -233,6 +238,7 @@ class GlobalsRead:
             self._codes[id(code)] = code, loads
             if loads is not None:
                 self._note_globals(frame, loads.globals)
+                self._note_imports(frame, loads.imports)
                 self._note_defaults(frame)
         else:
             loads = entry[1]
@@ -240,11 +246,12 @@ class GlobalsRead:
             return
         if loads.cells and not is_installed(code.co_filename):
             self._note_cells(frame, loads.cells)
-        if self._owners and loads.first:
+        if loads.first:
             owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-            if id(owner) in self._owners:
-                for name in loads.first:
-                    self._add_chain(f"{type(owner).__name__}", owner, (name,), frame)
+            if id(owner) in self._owners or isinstance(owner, type) and not is_installed(code.co_filename):
+                label = owner.__name__ if isinstance(owner, type) else type(owner).__name__
+                for chain in loads.first:
+                    self._add_chain(label, owner, chain, frame)
 
     def _is_foreign(self, frame: types.FrameType) -> bool:
         """Whether a function is of a package that has nothing to do with the model: what a garbage collection calls."""
@@ -253,6 +260,8 @@ class GlobalsRead:
 
     def _note_globals(self, frame: types.FrameType, chains: frozenset[tuple[str, ...]]) -> None:
         table = frame.f_globals
+        if ("globals",) in chains and "globals" not in table:  # any of them
+            chains |= {(name,) for name, value in table.items() if is_plain(value) and not name.startswith("__")}
         for name, *attributes in sorted(chains):
             value = table.get(name, MISSING)
             if value is MISSING:
@@ -264,6 +273,12 @@ class GlobalsRead:
             else:
                 write = partial(table.__setitem__, name)
                 self._add((id(table), name), name, partial(table.get, name, MISSING), write, frame, table)
+
+    def _note_imports(self, frame: types.FrameType, chains: frozenset[tuple[str, ...]]) -> None:
+        for name, *attributes in sorted(chains):
+            module = sys.modules.get(name) or sys.modules.get(f"{frame.f_globals.get('__package__')}.{name}")
+            if module is not None and attributes:
+                self._add_chain(name, module, tuple(attributes), frame)
 
     def _note_defaults(self, frame: types.FrameType) -> None:
         """Notes the defaults of the function that runs, where one of its arguments may be a default."""
@@ -313,16 +328,25 @@ class GlobalsRead:
         elif isinstance(value, type):
             if value.__module__.partition(".")[0] in LIBRARIES:
                 return
-        elif not isinstance(value, types.FunctionType) and not is_data(value):
+        elif not isinstance(value, types.FunctionType | threading.local) and not is_data(value):
             return
         inside = getattr(value, "__dict__", {}).get(name, getattr(type(value), name, MISSING))
+        if isinstance(inside, type) and len(attributes) > 1:
+            self._add_chain(f"{label}.{name}", inside, attributes[1:], frame)
+            return
         if inside is MISSING or isinstance(inside, OPAQUE) or hasattr(inside, "__get__"):
             return
         if not is_plain(inside) and len(attributes) > 1 and not _is_container(inside):
+            if not isinstance(inside, types.ModuleType):
+                self._add_link((id(value), name), f"{label}.{name}", partial(getattr, value, name, MISSING))
             self._add_chain(f"{label}.{name}", inside, attributes[1:], frame)
             return
         self._add((id(value), name), f"{label}.{name}", partial(getattr, value, name, MISSING),
                   partial(setattr, value, name), frame)  # fmt: skip
+
+    def _add_link(self, key: Hashable, label: str, read: Callable[[], Any]) -> None:
+        """A place from which more is read, whose object may be replaced by another."""
+        self._links.setdefault(key, (label, read))
 
     def _add(
         self,
@@ -456,33 +480,42 @@ class _Loads:
 
     Attributes:
         first: the attributes that are read of its first argument.
+        imports: the modules that it imports, with what it reads of them.
     """
 
     def __init__(self, code: types.CodeType) -> None:
-        chains: dict[str, set[tuple[str, ...]]] = {"globals": set(), "cells": set(), "first": set()}
+        chains: dict[str, set[tuple[str, ...]]] = {"globals": set(), "cells": set(), "first": set(), "imports": set()}
         chain: list[str] = []
-        kind = ""
+        kind = module = ""
+        imported: dict[str, str] = {}  # the local names of modules
 
         def end() -> None:
-            if chain:
-                chains[kind].add(tuple(chain) if kind != "first" else tuple(chain[1:2]))
+            if len(chain) > (kind == "first"):
+                chains[kind].add(tuple(chain[kind == "first" :]))
             chain.clear()
 
         for instruction in dis.get_instructions(code):
-            name = instruction.opname
+            name, value = instruction.opname, str(instruction.argval)
             if chain and name in ("LOAD_ATTR", "LOAD_METHOD"):
-                chain.append(str(instruction.argval))
+                chain.append(value)
                 continue
             end()
             if name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
-                chain, kind = [str(instruction.argval)], "globals"
-            elif name in ("LOAD_DEREF", "LOAD_CLASSDEREF", "STORE_DEREF") and instruction.argval in code.co_freevars:
-                chain, kind = [str(instruction.argval)], "cells"
-            elif name.startswith("LOAD_FAST") and code.co_argcount and instruction.argval == code.co_varnames[0]:
-                chain, kind = [str(instruction.argval)], "first"
+                chain, kind = [value], "globals"
+            elif name in ("LOAD_DEREF", "LOAD_CLASSDEREF", "STORE_DEREF") and value in code.co_freevars:
+                chain, kind = [value], "cells"
+            elif name == "IMPORT_NAME":
+                module = value
+            elif name == "IMPORT_FROM":
+                chains["imports"].add((module, value))
+            elif name == "STORE_FAST" and module:
+                imported[value], module = module, ""
+            elif name.startswith("LOAD_FAST") and value in imported:
+                chain, kind = [imported[value]], "imports"
+            elif name.startswith("LOAD_FAST") and code.co_argcount and value == code.co_varnames[0]:
+                chain, kind = [value], "first"
         end()
-        self.globals, self.cells = frozenset(chains["globals"]), frozenset(chains["cells"])
-        self.first = frozenset(names[0] for names in chains["first"] if names)
+        self.globals, self.cells, self.first, self.imports = map(frozenset, chains.values())
 
 
 @cache

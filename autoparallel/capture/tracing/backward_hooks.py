@@ -99,6 +99,15 @@ def _grad_fn(trace: Trace, func: Any, tensor: Tensor, *rest: Any) -> Any:
     )
 
 
+def _grad(trace: Trace, func: Any, tensor: Tensor, *rest: Any) -> Any:
+    if _caller().startswith(FOLDER) and _caller() != _MODULE:
+        return func(tensor, *rest)
+    raise refuse(
+        "a gradient is read or cleared inside of the model (.grad), where the program has none",
+        "do it in the loop, and keep what the model needs of it in a registered buffer",
+    )
+
+
 def _differentiate(trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
     raise refuse(
         f"{func.__name__}() differentiates inside of the model",
@@ -108,8 +117,7 @@ def _differentiate(trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _requires_grad(trace: Trace, func: Any, tensor: Tensor, value: bool = True) -> Any:
-    module = f"{FOLDER}nn/modules/module.py"
-    if tensor.requires_grad == value or _caller().startswith(FOLDER) and _caller() != module:
+    if tensor.requires_grad == value or _caller().startswith(FOLDER) and _caller() != _MODULE:
         return func(tensor, value)
     if value and tensor.is_leaf and id(tensor) not in trace.existing and not isinstance(tensor, nn.Parameter):
         # Its gradient stays with a tensor that no user has; what flows to parameters is the same.
@@ -121,11 +129,15 @@ def _requires_grad(trace: Trace, func: Any, tensor: Tensor, value: bool = True) 
     )
 
 
+_MODULE = f"{FOLDER}nn/modules/module.py"
+"""Where ``Module.zero_grad`` and ``requires_grad_`` stand, which are the user's calls."""
+
 HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: _register_hook,
     Tensor.register_post_accumulate_grad_hook: _post_accumulate,
     Tensor.retain_grad: _retain_grad,
     _torch.autograd.GET_GRAD_FN: _grad_fn,
+    _torch.autograd.GET_GRAD: _grad,
     Tensor.backward: _differentiate,
     _torch.autograd.SET_REQUIRES_GRAD: _requires_grad,
     Tensor.requires_grad_: _requires_grad,

@@ -224,6 +224,7 @@ class Kinds:
         key = (
             call.structure, call.training, call.trainable, str(call.in_spec), repr(specs), call.layouts,
             call.with_target, call.gradients, call.hooks, call.autocast, torch.get_default_dtype(),
+            _torch.tensors.function_modes(),
         )  # fmt: skip
         states = self._states.get(key, [])
         return Key(key, next((i for i, state in enumerate(states) if state.changed() is None), len(states)))

@@ -69,11 +69,11 @@ class ItemInForward(Two):
         return self.a(x) / x.abs().max().item()  # refused
 
 
-@program(refused="torch.where")
+@program(ranks=True)
 class BooleanIndexing(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        return self.b(h[x.sum(-1) > 0]).sum(0)  # refused
+        return self.b(h[x.sum(-1) > 0]).sum(0)
 
 
 @program(refused=".")

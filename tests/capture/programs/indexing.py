@@ -49,11 +49,11 @@ class MaskedScatter(Two):
         return h.masked_scatter(mask, image[:, :4].contiguous()) * 2
 
 
-@program(refused="masked_scatter|torch.where")
+@program(ranks=True)
 class MaskedSelectOfFeatures(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        return self.b(h.masked_select(x > 0).sum() * h)  # refused
+        return self.b(h.masked_select(x > 0).sum() * h)
 
 
 @program(ranks=True)
