@@ -18,6 +18,7 @@ from autoparallel.capture.refusals.data_access import DataAccess
 from autoparallel.capture.tracing.trace import Question
 from autoparallel.graph.caches import caches_in, release, tensors_in
 from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.changed_arguments import ARGUMENTS, describe_changes, note_containers
 from autoparallel.graph.nesting import flatten
 from autoparallel.graph.python_state import is_plain
 
@@ -122,13 +123,14 @@ class Training(nn.Module):
                 torch._check(inputs[first].shape[dim] == inputs[other].shape[its])
         for number, earlier in self.twins:
             inputs[number] = inputs[earlier]
+        self._changes: dict[str, Any] = {}
         args, kwargs = release(pytree.tree_unflatten(inputs, nesting))
         before, now = self.findings.registered, dict(_torch.tensors.named_tensors(self.model))
         exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
         with self.recorder, DataAccess(), exchange:
             leaves, self.findings.spec = flatten(self._outputs(args, kwargs))
         _require_leaves(leaves)
-        for name, value in self.recorder.take().items():
+        for name, value in {**self.recorder.take(), **self._changes}.items():
             more, self.findings.attributes[name] = pytree.tree_flatten(value)
             leaves += more
         leaves += [question.value for question in self.findings.questions]
@@ -149,7 +151,10 @@ class Training(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = _cast((args, kwargs), self.input_dtype)
         grown = [(cache, tensors_in(cache)) for cache in caches_in((args, kwargs))]
+        containers = note_containers(args, kwargs)
         outputs = self.model(*args, **kwargs)
+        if changes := describe_changes(containers):
+            self._changes = {ARGUMENTS: changes}
         returned = {id(cache) for cache in caches_in(outputs)}
         for cache, before in grown:
             if id(cache) not in returned and list(map(id, tensors_in(cache))) != list(map(id, before)):

@@ -7,7 +7,8 @@
 - ``hooks``: the hooks that a call runs.
 - ``python_state``: the values of Python's that a trace has read, compared at every call.
 - ``plain_tensors``: tensors that a model holds without having registered them.
-- ``nesting``: nested values as leaves; ``caches``: those of generation among them.
+- ``nesting``: nested values as leaves; ``caches``: those of generation among them; ``changed_arguments``: the dicts and
+  lists that a call changes.
 - ``garbage``: when Python looks for garbage.
 - ``lines``: the user's line behind a node or a frame.
 """

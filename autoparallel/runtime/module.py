@@ -89,7 +89,7 @@ class ParallelModule(Face):
                 "exchange. Call it from one thread at a time (a threading.Lock around the call)"
             )
         try:
-            return run_call(self._kinds, self._plain, *self._read_call(args, kwargs))
+            return run_call(self._kinds, self._plain, *self._read_call(args, kwargs), args, kwargs)
         finally:
             self._entered.release()
 

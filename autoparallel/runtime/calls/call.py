@@ -19,6 +19,7 @@ from autoparallel.comm.waiting import note_raised
 from autoparallel.graph.caches import release
 from autoparallel.graph.calls import Call, sizes_of
 from autoparallel.graph.captured import Captured, leaf_value
+from autoparallel.graph.changed_arguments import ARGUMENTS, make_changes
 from autoparallel.graph.lines import place_of_error
 from autoparallel.graph.plain_tensors import holder_of, rebind, tensor_at
 from autoparallel.operators import RandomState
@@ -30,13 +31,16 @@ from autoparallel.runtime.programs.runner import Delivery, Outputs, refuse_detac
 from autoparallel.runtime.ranks.randomness import STREAM
 
 
-def run_call(kinds: Kinds, plain: nn.Module, call: Call, problem: str | None) -> Any:
+def run_call(
+    kinds: Kinds, plain: nn.Module, call: Call, problem: str | None, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     """The outputs of a call.
 
     Args:
         kinds: those that the model has had.
         plain: the model, whose buffers and attributes the call may change.
         problem: why this rank cannot make the call, if it cannot.
+        args, kwargs: what the user has handed in, whose dicts and lists the call may change.
     """
     store = kinds.store
     # The program has its casts already.
@@ -55,7 +59,7 @@ def run_call(kinds: Kinds, plain: nn.Module, call: Call, problem: str | None) ->
             results = kind.runner.run(call, STREAM.draw(kinds.exchange.place) if draws else RandomState(0, 0))
             settle(store.prefix)
             kinds.calls += call.is_training
-            return _deliver(kind, results, call, plain, buffers, store, kinds.maker.mesh)
+            return _deliver(kind, results, call, plain, buffers, store, kinds.maker.mesh, (args, kwargs))
         except BaseException as error:
             note_raised(error)
             if place := place_of_error(error):
@@ -93,6 +97,7 @@ def _deliver(
     buffers: Sequence[torch.Tensor],
     store: GradientStore,
     mesh: DeviceMesh,
+    arguments: tuple[Sequence[Any], dict[str, Any]],
 ) -> Any:
     """Writes mutated buffers back and gives the outputs their outer form."""
     captured = kind.runner.captured
@@ -121,8 +126,11 @@ def _deliver(
             values[i] = DTensor.from_local(local, mesh, placements, run_check=False)
     sizes = sizes_of(captured, call.specs) if captured.returns_sizes else {}
     for name, (spec, parts) in captured.attributes.items():
-        path, _, attribute = name.rpartition(".")
         value = pytree.tree_unflatten([leaf_value(leaf, values, sizes) for leaf in parts], spec)
+        if name == ARGUMENTS:
+            make_changes(value, *arguments)
+            continue
+        path, _, attribute = name.rpartition(".")
         setattr(holder_of(plain, path), attribute, value)
     leaves = [leaf_value(leaf, values, sizes) for leaf in captured.outputs]
     outputs = pytree.tree_unflatten(leaves, captured.output_spec)

@@ -1,0 +1,90 @@
+"""What a call changes of the dicts and lists that it is given: ``batch.pop("labels")``, ``batch["h"] = h``,
+``log.append(h)``.
+
+The change is described by nested lists, of which the tensors are outputs of the program like any others, and is made to
+what the user has handed in after the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.python_state import is_plain
+
+ARGUMENTS = "entries of its arguments"
+"""The name under which a trace keeps the changes, beside the attributes that a call sets."""
+
+Container = dict[Any, Any] | list[Any]
+
+
+@dataclass(frozen=True)
+class NotedContainer:
+    """A dict or list among the arguments of a call, and its entries before the call.
+
+    Attributes:
+        path: leads to it from ``(args, kwargs)``.
+    """
+
+    path: tuple[Any, ...]
+    container: Container
+    entries: Container
+
+
+def note_containers(args: Sequence[Any], kwargs: dict[str, Any]) -> list[NotedContainer]:
+    """The dicts and lists among the arguments of a call, with their entries."""
+    return list(_containers_in((args, kwargs), ()))
+
+
+def _containers_in(value: Any, path: tuple[Any, ...]) -> Iterator[NotedContainer]:
+    if isinstance(value, dict | list) and len(path) > 1:  # keyword arguments are a dict of the call's own
+        yield NotedContainer(path, value, value.copy())
+    if isinstance(value, dict | list | tuple):
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _containers_in(entry, (*path, key))
+
+
+def describe_changes(noted: Sequence[NotedContainer]) -> list[Any]:
+    """What a call has changed: for each container its path, the keys that are gone, and the entries that are new; of a
+    list its length, and the entries from the first one on that is another.
+
+    Raises:
+        CaptureError: for keys that are neither numbers nor strings.
+    """
+    changes: list[Any] = []
+    for x in noted:
+        now, before = x.container, x.entries
+        if isinstance(now, list):
+            same = next((i for i, (a, b) in enumerate(zip(now, before, strict=False)) if a is not b), None)
+            first = min(len(now), len(before)) if same is None else same
+            if first < max(len(now), len(before)):
+                changes.append([list(x.path), [first], now[first:]])
+            continue
+        assert isinstance(before, dict)
+        new = {key: entry for key, entry in now.items() if key not in before or before[key] is not entry}
+        gone = [key for key in before if key not in now]
+        if new or gone:
+            changes.append([list(x.path), gone, new])
+    for path, gone, new in changes:
+        if not all(map(is_plain, (*path, *gone, *(new if isinstance(new, dict) else ())))):
+            raise CaptureError(
+                "the model changes a dict that it is given, whose keys are neither numbers nor strings\n"
+                "What to change: work on a copy (batch = dict(batch)), and return what is new."
+            )
+    return changes
+
+
+def make_changes(changes: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Makes the changes to the arguments themselves."""
+    for path, gone, new in changes:
+        container: Any = (args, kwargs)
+        for key in path:
+            container = container[key]
+        if isinstance(container, list):
+            container[gone[0] :] = new
+            continue
+        for key in gone:
+            del container[key]
+        container.update(new)
