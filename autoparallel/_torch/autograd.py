@@ -55,6 +55,11 @@ def is_transforming() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what a transform of ``torch.func`` shows its function."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def after_backward(callback: Callable[[], Any]) -> None:
     """Calls ``callback`` when the backward pass that is running now has finished."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
