@@ -27,6 +27,7 @@ from autoparallel.capture.functional.layers import NotAlike, Stack, find_stacks,
 from autoparallel.capture.functional.passes import filling_passes, resolving_passes, tracing_passes
 from autoparallel.capture.functional.selections import group_selections
 from autoparallel.capture.functional.ways import Way, literals_of, merge
+from autoparallel.capture.python.closures import Closures
 from autoparallel.capture.python.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss, refused_draw
 from autoparallel.capture.python.recorder import LOSS, Recorder, StateChangedError
 from autoparallel.capture.refusals.refusals import (
@@ -204,7 +205,9 @@ class Attempt:
         """A copy of the model with its loss, of which all that it reads and writes is recorded."""
         model, loss_fn, table = self.model, self.loss_fn, dict(self.fakes)
         try:
+            self.closures = Closures(model, table)
             plain = copy.deepcopy(model, table)
+            self.closures.fill()
         except Exception as error:
             raise CaptureError(
                 f"{type(model).__name__} cannot be copied for tracing ({error}); make its attributes copyable"
@@ -378,7 +381,7 @@ class Attempt:
                     raise
                 # It speaks of sizes, not of symbols.
                 raise FailsUntraced(explain_failure(failed, whole.model, whole.findings.has_outputs)) from failed
-        for state in (whole.recorder.state(), reads.state(), read_of_loss(self.loss_fn)):
+        for state in (whole.recorder.state(), reads.state(), self.closures.state(), read_of_loss(self.loss_fn)):
             captured.state.merge(state)
         if failed is None:  # else all of the model was traced
             captured.python_draws = len(drawn)

@@ -1,0 +1,96 @@
+"""Functions that a model holds, and that reach into it by a closure: ``self.act = lambda x: self.gain * x``.
+
+``copy.deepcopy`` takes functions as they are, so that those of a copy would run the modules of the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from autoparallel.graph.python_state import PythonState
+
+
+class Closures:
+    """The functions of a copy, which reach into the copy where those of the model reach into the model.
+
+    Args:
+        model: the model.
+        memo: that of ``copy.deepcopy``, which takes these functions for those of the model; it has fakes of tensors.
+    """
+
+    def __init__(self, model: nn.Module, memo: dict[int, Any]) -> None:
+        self._memo = memo
+        self._inside = {id(module) for module in model.modules()} | {*memo}
+        self._cells: dict[int, tuple[CellType, CellType]] = {}
+        self._functions: dict[int, FunctionType | None] = {}
+        for module in model.modules():
+            for value in vars(module).values():
+                for function in _functions_in(value):
+                    self._follow(function)
+
+    def fill(self) -> None:
+        """Lets the functions reach into the copy, once it is made."""
+        for theirs, ours in self._cells.values():
+            ours.cell_contents = self._twin(theirs.cell_contents)
+
+    def state(self) -> PythonState:
+        """What the functions reach, in the model itself: another may take its place."""
+        state = PythonState()
+        for theirs, _ in self._cells.values():
+            state.watch("what a function of the model reaches", partial(_contents, theirs), ("cell", id(theirs)))
+        return state
+
+    def _twin(self, value: Any) -> Any:
+        if isinstance(value, MethodType) and id(value.__self__) in self._inside:
+            return MethodType(value.__func__, self._memo.get(id(value.__self__), value.__self__))
+        return self._memo.get(id(value), value)
+
+    def _follow(self, function: FunctionType) -> bool:
+        """Makes a function of the copy, where it reaches into the model; whether it does."""
+        if id(function) in self._functions:
+            return self._functions[id(function)] is not None
+        self._functions[id(function)] = None
+        cells = []
+        for cell in function.__closure__ or ():
+            if id(cell) not in self._cells and self._reaches(_contents(cell)):
+                self._cells[id(cell)] = cell, CellType()
+            cells.append(self._cells[id(cell)][1] if id(cell) in self._cells else cell)
+        if all(ours is theirs for ours, theirs in zip(cells, function.__closure__ or (), strict=True)):
+            return False
+        twin = FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+        )
+        twin.__kwdefaults__, twin.__qualname__ = function.__kwdefaults__, function.__qualname__
+        twin.__dict__.update(function.__dict__)
+        self._functions[id(function)] = self._memo[id(function)] = twin
+        self._memo.setdefault(id(self._memo), []).append(function)
+        return True
+
+    def _reaches(self, value: Any) -> bool:
+        if isinstance(value, MethodType):
+            return id(value.__self__) in self._inside
+        return self._follow(value) if isinstance(value, FunctionType) else id(value) in self._inside
+
+
+def _functions_in(value: Any) -> Iterator[FunctionType]:
+    """The functions with a closure in an attribute, and in the containers that it is."""
+    if isinstance(value, FunctionType):
+        if value.__closure__:
+            yield value
+    elif isinstance(value, partial):
+        yield from _functions_in(value.func)
+    elif isinstance(value, list | tuple | dict):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _functions_in(entry)
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None

@@ -1,0 +1,78 @@
+"""Functions that a model holds, and that reach into it by a closure."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.capture.programs.inplace import Two
+from tests.capture.registry import loop, program
+from tests.capture.runner import STEPS, Run, sgd
+
+
+@program(ranks=True)
+class FunctionsOfItsModules(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = [lambda x: torch.tanh(self.a(x)), {"last": lambda x: self.b(x)}["last"]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+@program(ranks=True)
+class FunctionOfItsWeight(Two):
+    """One function reaches another, which reaches a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = lambda: self.a.weight.t()  # noqa: E731
+        self.product = partial(lambda scale, x: x @ weight() * scale, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.product(x))
+
+
+@program(ranks=True)
+def forward_of_an_instance() -> nn.Module:
+    """The forward of one layer is replaced by a function that calls the old one."""
+    first = nn.Linear(8, 8)
+    old = first.forward
+    first.forward = lambda x: old(x).sin()  # type: ignore[assignment, method-assign]
+    return nn.Sequential(first, nn.Linear(8, 8))
+
+
+class Reaches(nn.Module):
+    def __init__(self, layer: nn.Module, function: Any) -> None:
+        super().__init__()
+        self.layer, self.function = layer, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x) + self.layer(x)  # type: ignore[no-any-return]
+
+
+@program(ranks=True)
+def function_of_a_layer_beside() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    return Reaches(layer, lambda x: layer(x).relu())
+
+
+@loop()
+def what_a_function_reaches_is_replaced(run: Run) -> None:
+    first, second = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
+    layer, scale = first, 1.0
+
+    def function(x: Tensor) -> Tensor:
+        return F.linear(x, layer.weight) * scale
+
+    model = run.compile(Reaches(nn.Sequential(first, second), function).double())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        layer, scale = (second if step == 1 else first), 1.0 + step
+        run.step(model, optimizer, step)
