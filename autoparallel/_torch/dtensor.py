@@ -10,10 +10,13 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
+from torch.distributed.tensor.placement_types import Replicate
 
 
 def make_spec(
@@ -40,6 +43,15 @@ def from_part(
 ) -> DTensor:
     """A contiguous ``DTensor`` of a shape, of which this rank has ``local``."""
     return wrap_local(local, make_spec(mesh, placements, torch.Size(shape), local.dtype))
+
+
+def gather(tensor: DTensor) -> torch.Tensor:
+    """The whole of a ``DTensor``, without a gradient; ``full_tensor`` is for callers above autograd, as handlers of
+    operators are not.  What lies whole is given itself."""
+    spec = tensor._spec
+    whole = DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
+    gathered = redistribute_local_tensor(tensor._local_tensor, spec, whole)
+    return gathered.wait() if isinstance(gathered, AsyncCollectiveTensor) else gathered
 
 
 def become(tensor: DTensor, other: DTensor) -> None:
@@ -97,8 +109,15 @@ def list_operators() -> list[Any]:
 
 
 def names_in_place() -> list[str]:
-    """The names of the operators that write to their first operand."""
-    return [name for name in dir(torch.ops.aten) if name.endswith("_") and not name.startswith("_")]
+    """The names of the operators that write to their first operand; some write what it is, not what it holds."""
+    names = [name for name in dir(torch.ops.aten) if name.endswith("_") and not name.startswith("_")]
+    return [name for name in names if name not in _OF_FORM]
+
+
+_OF_FORM = (
+    "as_strided_", "detach_", "rename_", "requires_grad_", "resize_", "resize_as_", "resize_as_sparse_", "set_",
+    "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_",
+)  # fmt: skip
 
 
 def operators_in_place(names: Iterable[str]) -> list[Any]:

@@ -24,7 +24,6 @@ from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     ShapeEnv,
     free_unbacked_symbols,
-    statically_known_true,
 )
 from torch.fx.node import has_side_effect
 from torch.nn.attention import flex_attention as flex
@@ -114,10 +113,10 @@ _GUARD = SymNode.guard_bool
 
 
 def is_unknown(truth: torch.SymBool) -> bool:
-    """Whether only the program tells whether a relation of sizes holds."""
-    return bool(free_unbacked_symbols(truth)) and not (
-        statically_known_true(truth) or statically_known_true(torch.sym_not(truth))
-    )
+    """Whether only the program tells whether a relation of sizes holds: of how many rows values select."""
+    node, symbols = truth.node, free_unbacked_symbols(truth)
+    is_of_sizes = bool(symbols) and symbols <= node.shape_env.size_like
+    return is_of_sizes and node.shape_env._maybe_evaluate_static(node.expr) is None
 
 
 def guard_strictly(truth: torch.SymBool) -> bool:

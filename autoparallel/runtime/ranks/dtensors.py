@@ -117,7 +117,7 @@ def on_lists(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         for mesh, some in indices.items():
             picked = [[arg[i] for i in some] if at in lists else arg for at, arg in enumerate(args)]
             if mesh is None:  # such as a temperature beside the model's parameters
-                picked = pytree.tree_map_only(DTensor, DTensor.full_tensor, picked)
+                picked = pytree.tree_map_only(DTensor, _torch.dtensor.gather, picked)
             results |= zip(some, operator(*picked, **kwargs) or (), strict=False)
     return [results[i] for i in sorted(results)] or None
 

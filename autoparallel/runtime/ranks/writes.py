@@ -72,7 +72,7 @@ def view(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         except (RuntimeError, NotImplementedError):  # such as to take apart the dim that is cut
             if all(p.is_replicate() for p in source.placements):
                 raise
-            result, is_gathered = operator(source.full_tensor(), *rest, **kwargs), True
+            result, is_gathered = operator(_torch.dtensor.gather(source), *rest, **kwargs), True
     if is_gathered:
         result = pytree.tree_map_only(Tensor, lambda x: replicated(x, source.device_mesh), result)
     origin = getattr(source, _ORIGIN, None)
@@ -116,8 +116,8 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
     _require_same(target, operator, (args[1:], kwargs))
     if lies_elsewhere(target):
         return target
-    rest, named = pytree.tree_map_only(DTensor, DTensor.full_tensor, (args[1:], dict(kwargs)))
-    whole = origin.base.full_tensor()
+    rest, named = pytree.tree_map_only(DTensor, _torch.dtensor.gather, (args[1:], dict(kwargs)))
+    whole = _torch.dtensor.gather(origin.base)
     part = origin.follow(whole)
     operator(part, *rest, **named)
     layout = from_dtensor_placements(tuple(origin.base.placements))
