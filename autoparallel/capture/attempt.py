@@ -207,7 +207,7 @@ class Attempt:
         try:
             self.closures = Closures(model, table)
             plain = copy.deepcopy(model, table)
-            self.closures.fill()
+            self.closures.fill(plain)
         except Exception as error:
             raise CaptureError(
                 f"{type(model).__name__} cannot be copied for tracing ({error}); make its attributes copyable"

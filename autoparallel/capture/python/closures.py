@@ -1,10 +1,12 @@
-"""Functions that a model holds, and that reach into it by a closure: ``self.act = lambda x: self.gain * x``.
+"""What a model holds that reaches into it: functions with a closure (``self.act = lambda x: self.gain * x``), and weak
+references (``self.parent = weakref.ref(parent)``).
 
-``copy.deepcopy`` takes functions as they are, so that those of a copy would run the modules of the model itself.
+``copy.deepcopy`` takes both as they are, so that those of a copy would reach into the model itself.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -16,7 +18,7 @@ from autoparallel.graph.python_state import PythonState
 
 
 class Closures:
-    """The functions of a copy, which reach into the copy where those of the model reach into the model.
+    """The functions and weak references of a copy, which reach into the copy where those of the model reach into that.
 
     Args:
         model: the model.
@@ -33,10 +35,15 @@ class Closures:
                 for function in _functions_in(value):
                     self._follow(function)
 
-    def fill(self) -> None:
-        """Lets the functions reach into the copy, once it is made."""
+    def fill(self, copied: nn.Module) -> None:
+        """Lets them reach into the copy, once it is made."""
         for theirs, ours in self._cells.values():
             ours.cell_contents = self._twin(theirs.cell_contents)
+        for module in copied.modules():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, weakref.ref) and id(value()) in self._inside:
+                    vars(module)[name] = self._memo[id(value)] = weakref.ref(self._twin(value()))
+                    self._memo.setdefault(id(self._memo), []).append(value)
 
     def state(self) -> PythonState:
         """What the functions reach, in the model itself: another may take its place."""

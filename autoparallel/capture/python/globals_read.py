@@ -7,7 +7,6 @@ loads is snapshotted before its first line runs, and compared when the run has e
 from __future__ import annotations
 
 import cProfile
-import dis
 import gc
 import inspect
 import os
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 
 from autoparallel import _torch
+from autoparallel.capture.python.loads import Loads, loads_of
 from autoparallel.capture.python.recorder import StateChangedError
 from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.garbage import collected_rarely, count_as_old
@@ -155,7 +155,7 @@ class GlobalsRead:
     def __init__(self, owners: tuple[Any, ...], packages: frozenset[str]) -> None:
         self._packages = packages
         self._roots: dict[Hashable, _Root] = {}
-        self._codes: dict[int, tuple[types.CodeType, _Loads | None]] = {}
+        self._codes: dict[int, tuple[types.CodeType, Loads | None]] = {}
         self._owners = {id(owner): owner for owner in owners}
         self._links: dict[Hashable, tuple[str, Callable[[], Any]]] = {}
         self._closures: set[Hashable] = set()
@@ -234,7 +234,7 @@ class GlobalsRead:
         code = frame.f_code
         entry = self._codes.get(id(code))
         if entry is None:
-            loads = None if is_library(code.co_filename) or self._is_foreign(frame) else _loads(code)
+            loads = None if is_library(code.co_filename) or self._is_foreign(frame) else loads_of(code)
             self._codes[id(code)] = code, loads
             if loads is not None:
                 self._note_globals(frame, loads.globals)
@@ -246,6 +246,8 @@ class GlobalsRead:
             return
         if loads.cells and not is_installed(code.co_filename):
             self._note_cells(frame, loads.cells)
+        if loads.bases:
+            self._note_bases(frame, loads.bases)
         if loads.first:
             owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             if id(owner) in self._owners or isinstance(owner, type) and not is_installed(code.co_filename):
@@ -273,6 +275,20 @@ class GlobalsRead:
             else:
                 write = partial(table.__setitem__, name)
                 self._add((id(table), name), name, partial(table.get, name, MISSING), write, frame, table)
+
+    def _note_bases(self, frame: types.FrameType, names: frozenset[str]) -> None:
+        """Notes what is read of ``super()``: of the first class behind that of the function which has it."""
+        owner, cls = frame.f_locals.get(frame.f_code.co_varnames[0]), frame.f_locals.get("__class__")
+        classes = (owner if isinstance(owner, type) else type(owner)).__mro__
+        for name in sorted(names) if cls in classes else ():
+            base = next((c for c in classes[classes.index(cls) + 1 :] if name in vars(c)), None)
+            if base is None or base.__module__.partition(".")[0] in LIBRARIES:
+                continue
+            label = f"{base.__name__}.{name}"
+            if hasattr(vars(base)[name], "__get__"):
+                self._add_link((id(base), name), label, partial(vars(base).get, name, MISSING))
+            else:
+                self._add_chain(base.__name__, base, (name,), frame)
 
     def _note_imports(self, frame: types.FrameType, chains: frozenset[tuple[str, ...]]) -> None:
         for name, *attributes in sorted(chains):
@@ -473,51 +489,3 @@ def _contents(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # empty
         return MISSING
-
-
-class _Loads:
-    """What a function's byte code loads: globals and cells, with the attributes that are read of them at once.
-
-    Attributes:
-        first: the attributes that are read of its first argument.
-        imports: the modules that it imports, with what it reads of them.
-    """
-
-    def __init__(self, code: types.CodeType) -> None:
-        chains: dict[str, set[tuple[str, ...]]] = {"globals": set(), "cells": set(), "first": set(), "imports": set()}
-        chain: list[str] = []
-        kind = module = ""
-        imported: dict[str, str] = {}  # the local names of modules
-
-        def end() -> None:
-            if len(chain) > (kind == "first"):
-                chains[kind].add(tuple(chain[kind == "first" :]))
-            chain.clear()
-
-        for instruction in dis.get_instructions(code):
-            name, value = instruction.opname, str(instruction.argval)
-            if chain and name in ("LOAD_ATTR", "LOAD_METHOD"):
-                chain.append(value)
-                continue
-            end()
-            if name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
-                chain, kind = [value], "globals"
-            elif name in ("LOAD_DEREF", "LOAD_CLASSDEREF", "STORE_DEREF") and value in code.co_freevars:
-                chain, kind = [value], "cells"
-            elif name == "IMPORT_NAME":
-                module = value
-            elif name == "IMPORT_FROM":
-                chains["imports"].add((module, value))
-            elif name == "STORE_FAST" and module:
-                imported[value], module = module, ""
-            elif name.startswith("LOAD_FAST") and value in imported:
-                chain, kind = [imported[value]], "imports"
-            elif name.startswith("LOAD_FAST") and code.co_argcount and value == code.co_varnames[0]:
-                chain, kind = [value], "first"
-        end()
-        self.globals, self.cells, self.first, self.imports = map(frozenset, chains.values())
-
-
-@cache
-def _loads(code: types.CodeType) -> _Loads:
-    return _Loads(code)

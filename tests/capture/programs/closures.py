@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,26 @@ class Reaches(nn.Module):
 def function_of_a_layer_beside() -> nn.Module:
     layer = nn.Linear(8, 8)
     return Reaches(layer, lambda x: layer(x).relu())
+
+
+class ScaledByItsParent(nn.Module):
+    def __init__(self, parent: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.parent = nn.Linear(8, 8), weakref.ref(parent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parent = self.parent()
+        return self.layer(x) * parent.scale + x @ parent.b.weight  # type: ignore[union-attr, operator]
+
+
+@program(between=lambda model, step: setattr(model, "scale", 1.0 + step), ranks=True)
+class HasAChildThatKnowsIt(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child, self.scale = ScaledByItsParent(self), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.child(x))
 
 
 @loop()

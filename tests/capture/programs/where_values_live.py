@@ -154,3 +154,28 @@ class ClearsGradients(Two):
     def forward(self, x: Tensor) -> Tensor:
         self.zero_grad()  # refused
         return self.a(x)
+
+
+class Base(Two):
+    gain = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x)
+
+
+def _doubled(self: Base, x: Tensor) -> Tensor:
+    return 2 * self.b(x)
+
+
+_FORWARD = Base.forward
+
+
+def _change_base(_: Any, step: int) -> None:
+    Base.gain = 1.0 + step
+    Base.forward = _doubled if step == 2 else _FORWARD  # type: ignore[method-assign]
+
+
+@program(between=_change_base)
+class ScaleOfItsBase(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * super().gain

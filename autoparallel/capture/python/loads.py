@@ -1,0 +1,67 @@
+"""What the byte code of a function says that it reads."""
+
+from __future__ import annotations
+
+import dis
+import types
+from functools import cache
+
+
+class Loads:
+    """What a function's byte code loads: globals and cells, with the attributes that are read of them at once.
+
+    Attributes:
+        first: the attributes that are read of its first argument.
+        imports: the modules that it imports, with what it reads of them.
+        bases: the attributes that are read of ``super()``.
+    """
+
+    def __init__(self, code: types.CodeType) -> None:
+        chains: dict[str, set[tuple[str, ...]]] = {"globals": set(), "cells": set(), "first": set(), "imports": set()}
+        chain: list[str] = []
+        kind = module = ""
+        imported: dict[str, str] = {}  # the local names of modules
+        bases: set[str] = set()
+        is_super = False
+
+        def end() -> None:
+            if len(chain) > (kind == "first"):
+                chains[kind].add(tuple(chain[kind == "first" :]))
+            chain.clear()
+
+        for instruction in dis.get_instructions(code):
+            name, value = instruction.opname, str(instruction.argval)
+            if chain and name in ("LOAD_ATTR", "LOAD_METHOD"):
+                chain.append(value)
+                continue
+            end()
+            if name == "LOAD_SUPER_ATTR" or is_super and name in ("LOAD_ATTR", "LOAD_METHOD"):
+                bases.add(value)
+            is_super = name in ("LOAD_GLOBAL", "LOAD_NAME") and value == "super" or is_super and name not in _READS
+            if name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
+                chain, kind = [value], "globals"
+            elif name in ("LOAD_DEREF", "LOAD_CLASSDEREF", "STORE_DEREF") and value in code.co_freevars:
+                chain, kind = [value], "cells"
+            elif name == "IMPORT_NAME":
+                module = value
+            elif name == "IMPORT_FROM":
+                chains["imports"].add((module, value))
+            elif name == "STORE_FAST" and module:
+                imported[value], module = module, ""
+            elif name.startswith("LOAD_FAST") and value in imported:
+                chain, kind = [imported[value]], "imports"
+            elif name.startswith("LOAD_FAST") and code.co_argcount and value == code.co_varnames[0]:
+                chain, kind = [value], "first"
+        end()
+        self.globals, self.cells, self.first, self.imports = map(frozenset, chains.values())
+        self.bases = frozenset(bases)
+
+
+_READS = ("LOAD_ATTR", "LOAD_METHOD", "POP_TOP", "STORE_FAST", "RETURN_VALUE")
+"""What ends the call of ``super``."""
+
+
+@cache
+def loads_of(code: types.CodeType) -> Loads:
+    """What a function's byte code loads."""
+    return Loads(code)
