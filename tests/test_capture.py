@@ -73,12 +73,6 @@ class _Loop(nn.Module):
         return x
 
 
-class _Nonzero(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x[x[:, 0] > 0]  # the line
-        return rows * 2
-
-
 class _Counted(nn.Module):
     """The addition makes torch take the number of selected rows for that of ``x``, in every call."""
 
@@ -188,7 +182,6 @@ REFUSED = {
     "adaptive softmax": (_Clusters, r"values, inside of AdaptiveLogSoftmaxWithLoss", "F.cross_entropy"),
     "item": (_Item, r"tensor's value is read into Python|on a tensor's values", "keep it a tensor"),
     "loop over a value": (_Loop, r"depends on a tensor's values|read into Python", "pass it in|keep it a tensor"),
-    "size of a selection": (_Nonzero, r"depends on a tensor's values", "masks"),
     "size of a selection that a later use fixes": (_Counted, r"depends on a tensor's values", "masks"),
     "a generator": (_Generator, r"draws from a torch.Generator of its own", "leave out generator="),
     "a seed": (_Seeds, r"sets torch's generator \(torch.manual_seed\)", "keep them in a buffer"),

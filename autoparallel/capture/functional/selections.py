@@ -34,7 +34,7 @@ def group_selections(graph: fx.Graph) -> None:
     """Rewrites the graph of a functional trace in place.
 
     Raises:
-        CaptureError: where such a size leaves the model, or what no graph of a call can do is made of it.
+        CaptureError: where what no graph of a call can do is made of it.
     """
     symbols = {s for node in graph.nodes if _selects(node) for s in _unknown_sizes(node)}
     if not symbols:
@@ -84,10 +84,7 @@ def _groups(graph: fx.Graph, symbols: set[Any]) -> Iterator[_Group]:
 
     for node in nodes:
         read = [x for x in node.all_input_nodes if x in unsized]
-        if node.op == "output" and read:
-            sources = (x for x in nodes if _selects(x) and _unknown_sizes(x) & _unknown_sizes(read[0]))
-            raise _refuse_size("it is returned", next(sources, read[0]))
-        if node in unsized or read:
+        if node in unsized or read and node.op != "output":
             group = _Group()
             for x in (node, *read):
                 put(x, group)
@@ -135,10 +132,19 @@ def _replace(group: _Group) -> None:
             raise _refuse_size("random numbers are drawn for it", drawing)
         target, arguments = control_operator(SELECTION, [inner, tuple(operands)])
         first = next(node for node in calls if _selects(node))
+        for result in results:
+            result.meta["val"] = _stand_in_for(result.meta["val"])
         for result, item in zip(results, insert_call(last, target, arguments, results, marks_of(first)), strict=True):
             result.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
     for node in reversed(calls):
         node.graph.erase_node(node)
+
+
+def _stand_in_for(value: Any) -> Any:
+    """A result as a plan sees it: one row for as many as there are, where it leaves the model so."""
+    if not isinstance(value, torch.Tensor) or not free_unbacked_symbols(value):
+        return value
+    return value.new_empty([1 if free_unbacked_symbols(size) else size for size in value.shape])
 
 
 def _move_behind(last: fx.Node, first: fx.Node, inside: set[fx.Node]) -> None:
