@@ -104,8 +104,7 @@ def random_operators() -> list[Any]:
 
 def list_operators() -> list[Any]:
     """The operators on lists of tensors."""
-    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if name.startswith("_foreach_")]
-    return [getattr(packet, name) for packet in packets for name in packet.overloads() if not name.endswith("out")]
+    return operators_of(name for name in dir(torch.ops.aten) if name.startswith("_foreach_"))
 
 
 def names_in_place() -> list[str]:
@@ -120,9 +119,9 @@ _OF_FORM = (
 )  # fmt: skip
 
 
-def operators_in_place(names: Iterable[str]) -> list[Any]:
-    """The operators of some of these names."""
-    packets = [getattr(torch.ops.aten, name) for name in sorted(names)]
+def operators_of(names: Iterable[str]) -> list[Any]:
+    """The operators of some names, but for those that are given where to write."""
+    packets = [getattr(torch.ops.aten, name) for name in names]
     return [getattr(packet, name) for packet in packets for name in packet.overloads() if not name.endswith("out")]
 
 

@@ -20,11 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import (
-    GuardOnDataDependentSymNode,
-    ShapeEnv,
-    free_unbacked_symbols,
-)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
 from torch.fx.node import has_side_effect
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -106,10 +102,7 @@ def indexing_by_tensors() -> AbstractContextManager[Any]:
     return TransformGetItemToIndex()
 
 
-_ONE_LAYER_LSTM = decompositions.one_layer_lstm
-
-
-_GUARD = SymNode.guard_bool
+GUARD_BOOL = SymNode.guard_bool
 
 
 def is_unknown(truth: torch.SymBool) -> bool:
@@ -121,7 +114,7 @@ def is_unknown(truth: torch.SymBool) -> bool:
 
 def guard_strictly(truth: torch.SymBool) -> bool:
     """Whether a relation of sizes holds, where that is known before the program runs; else torch's error."""
-    return bool(_GUARD(truth.node, "", 0))
+    return bool(GUARD_BOOL(truth.node, "", 0))
 
 
 def guard_bool(self: SymNode, file: str, line: int) -> bool:
@@ -132,9 +125,12 @@ def guard_bool(self: SymNode, file: str, line: int) -> bool:
     are its own operators, which see how many there are.
     """
     try:
-        return bool(_GUARD(self, file, line))
+        return bool(GUARD_BOOL(self, file, line))
     except GuardOnDataDependentSymNode:
         return bool(self.guard_size_oblivious(file, line))
+
+
+_ONE_LAYER_LSTM = decompositions.one_layer_lstm
 
 
 def one_layer_lstm(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:

@@ -97,11 +97,18 @@ def _differing() -> dict[str, Any]:
     with torch.no_grad():
         words = raised(lambda: model.weight.__setitem__(slice(0, 2), torch.full((2, WIDTH), float(dist.get_rank()))))
         model.weight[0] = 5.0
+        to_plain = raised(lambda: torch.zeros(ROWS, WIDTH).copy_(model.weight))
     after = model.weight.full_tensor()
-    return {"words": words, "kept": bool((after[1:] == before[1:]).all()), "written": bool((after[0] == 5).all())}
+    return {
+        "words": words,
+        "to plain": to_plain,
+        "kept": bool((after[1:] == before[1:]).all()),
+        "written": bool((after[0] == 5).all()),
+    }
 
 
 def test_ranks_that_write_different_tensors_are_told_so_and_nothing_is_written() -> None:
     for rank in run_on_ranks(_differing, world_size=2):
         assert "the ranks call the model differently" in rank["words"] and "plain tensors are written" in rank["words"]
+        assert "p.full_tensor()" in rank["to plain"]
         assert rank["kept"] and rank["written"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from autoparallel.graph.python_state import PythonState
+from autoparallel.graph.python_state import MISSING, PythonState
 
 
 class Closures:
@@ -49,7 +49,7 @@ class Closures:
         """What the functions reach, in the model itself: another may take its place."""
         state = PythonState()
         for theirs, _ in self._cells.values():
-            state.watch("what a function of the model reaches", partial(_contents, theirs), ("cell", id(theirs)))
+            state.watch("what a function of the model reaches", partial(contents_of, theirs), ("cell", id(theirs)))
         return state
 
     def _twin(self, value: Any) -> Any:
@@ -64,7 +64,7 @@ class Closures:
         self._functions[id(function)] = None
         cells = []
         for cell in function.__closure__ or ():
-            if id(cell) not in self._cells and self._reaches(_contents(cell)):
+            if id(cell) not in self._cells and self._reaches(contents_of(cell)):
                 self._cells[id(cell)] = cell, CellType()
             cells.append(self._cells[id(cell)][1] if id(cell) in self._cells else cell)
         if all(ours is theirs for ours, theirs in zip(cells, function.__closure__ or (), strict=True)):
@@ -96,8 +96,9 @@ def _functions_in(value: Any) -> Iterator[FunctionType]:
             yield from _functions_in(entry)
 
 
-def _contents(cell: CellType) -> Any:
+def contents_of(cell: CellType) -> Any:
+    """What a closure's cell holds; ``MISSING`` where it is empty."""
     try:
         return cell.cell_contents
-    except ValueError:  # empty
-        return None
+    except ValueError:
+        return MISSING

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from autoparallel import _torch
+from autoparallel.capture.python.closures import contents_of
 from autoparallel.capture.python.loads import Loads, loads_of
 from autoparallel.capture.python.recorder import StateChangedError
 from autoparallel.graph.captured import CaptureError, refusal
@@ -64,7 +65,7 @@ class _Cell:
         self.cell = cell
 
     def read(self) -> Any:
-        return _contents(self.cell)
+        return contents_of(self.cell)
 
     def write(self, value: Any) -> None:
         self.cell.cell_contents = value
@@ -445,7 +446,7 @@ def _cells_of(code: types.CodeType, values: dict[str, Any]) -> dict[str, types.C
         for function in reversed(find(code)):
             if isinstance(function, types.FunctionType) and function.__code__ is code and function.__closure__:
                 cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
-                if all(_contents(cell) is values.get(name, MISSING) for name, cell in cells.items()):
+                if all(contents_of(cell) is values.get(name, MISSING) for name, cell in cells.items()):
                     return cells
     return {}
 
@@ -482,10 +483,3 @@ def _default(function: types.FunctionType, name: str) -> Any:
 
 _OBJECTS: tuple[Callable[[types.CodeType], list[Any]], ...] = (lambda code: gc.get_objects(0), gc.get_referrers)
 """The youngest objects, and all that refer to a code, for which Python looks through everything there is."""
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return MISSING

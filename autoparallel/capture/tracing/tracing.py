@@ -135,7 +135,7 @@ def _set_replacement(self: _torch.export.ShapeEnv, symbol: Any, size: Any, messa
 
 
 def _guard_bool(self: _torch.export.SymNode, file: str, line: int) -> bool:
-    return (_GUARD_BOOL if CURRENT.value is None else _torch.export.guard_bool)(self, file, line)
+    return (_torch.export.GUARD_BOOL if CURRENT.value is None else _torch.export.guard_bool)(self, file, line)
 
 
 def _to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -209,7 +209,6 @@ _ASKED: tuple[Any, ...] = (torch.compiler.is_compiling, torch.compiler.is_export
 _VALIDATE_DEVICE = getattr(*_torch.export.VALIDATE_DEVICE)
 _TO = torch.nn.Module.to
 _SYNC_BATCH_NORM = torch.nn.SyncBatchNorm.forward
-_GUARD_BOOL = _torch.export.SymNode.guard_bool
 _SET_REPLACEMENT = _torch.export.ShapeEnv._set_replacement
 _FORWARD_AD = torch.autograd.forward_ad
 _ENTER_DUAL_LEVEL = _FORWARD_AD.enter_dual_level

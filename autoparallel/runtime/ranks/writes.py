@@ -25,7 +25,7 @@ from autoparallel.runtime.parameters.slices import lies_elsewhere, local_view
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
 
 _ATEN = torch.ops.aten
-VIEWS = (
+_VIEWS = (
     _ATEN.alias.default, _ATEN.detach.default, _ATEN.diagonal.default, _ATEN.expand.default, _ATEN.permute.default,
     _ATEN.select.int, _ATEN.slice.Tensor, _ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.squeeze.default,
     _ATEN.squeeze.dim, _ATEN.squeeze.dims, _ATEN.t.default, _ATEN.transpose.int, _ATEN.unbind.int,
@@ -98,19 +98,23 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
 
     Raises:
         RankMismatchError: on every rank, where plain tensors that it reads are not the same on all of them.
+        RuntimeError: where the first operand is a plain tensor.
     """
     target = args[0]
     origin = getattr(target, _ORIGIN, None)
-    can_gather = isinstance(target, DTensor) and agreement_over(target.device_mesh) is not None
-    can_gather = can_gather and not any(p.is_partial() for p in target.placements)
-    if origin is None and not (can_gather and operator.overloadpacket.__name__ in _INDEXED):
+    if origin is None and not (operator.overloadpacket.__name__ in _INDEXED and _can_gather(target)):
         try:
             if earlier is not None:
                 return earlier(operator, args, kwargs)
             with _torch.dtensor.leave_to_torch(operator):
                 return operator(*args, **kwargs)
-        except (RuntimeError, NotImplementedError):
-            if not can_gather:
+        except (RuntimeError, NotImplementedError) as error:
+            if not isinstance(target, DTensor):
+                raise RuntimeError(
+                    f"{operator} writes a parameter that lies on a mesh, a DTensor, to a plain tensor\n"
+                    "What to change: p.full_tensor() gives a plain one."
+                ) from error
+            if not _can_gather(target):
                 raise
     origin = origin or _Origin(target)
     _require_same(target, operator, (args[1:], kwargs))
@@ -125,6 +129,13 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
     if target is not origin.base:
         _torch.dtensor.become(target, replicated(part, target.device_mesh))
     return target
+
+
+def _can_gather(target: Tensor) -> bool:
+    """Whether a tensor lies on a mesh that models are compiled for, and is no sum over its ranks."""
+    if not isinstance(target, DTensor) or any(p.is_partial() for p in target.placements):
+        return False
+    return agreement_over(target.device_mesh) is not None
 
 
 def _require_same(target: DTensor, operator: Any, operands: Any) -> None:
@@ -149,12 +160,12 @@ def replicated(value: Tensor, mesh: DeviceMesh) -> DTensor:
 @cache
 def watch_positions() -> None:
     """Has views followed, and writes carried out that torch cannot make on parts."""
-    _torch.dtensor.handle_operators(VIEWS, view)
-    _torch.dtensor.handle_first(_torch.dtensor.operators_in_place(_POSITIONS), write)
+    _torch.dtensor.handle_operators(_VIEWS, view)
+    _torch.dtensor.handle_first(_torch.dtensor.operators_of(_POSITIONS), write)
 
 
 @cache
 def _watch_writes() -> None:
     """Has all writes noticed: from the first view on that would lose them."""
     names = _torch.dtensor.names_in_place()
-    _torch.dtensor.handle_first(_torch.dtensor.operators_in_place({*names} - {*_POSITIONS}), write)
+    _torch.dtensor.handle_first(_torch.dtensor.operators_of({*names} - {*_POSITIONS}), write)
