@@ -139,7 +139,7 @@ class Compiler:
             captured = replace(trace.copy(), actual=sizes_of(trace, call.specs))
         if at_rest is None and not call.is_training:
             # Layouts at rest are planned on the training graph, whatever is called first.
-            trained = captured or self._capture(first, training=True)
+            trained, first = (captured, first) if captured else self._capture_training(first, call)
             at_rest, captured = self._layouts_at_rest(self._plan(trained, first, None)), None
         captured = captured or self._capture(call)
         trace = captured.copy() if captured.lengths or captured.batches else None
@@ -161,6 +161,16 @@ class Compiler:
             kind = self._attach(captured, plan, call, self._layouts_at_rest(plan) if at_rest is None else at_rest)
         self._progress.conclude(lambda: headline(kind.plan) if call.is_training else "a program of its own")
         return replace(kind, trace=trace)
+
+    def _capture_training(self, first: Call, call: Call) -> tuple[Captured, Call]:
+        """The graph that trains on a batch that divides, or, of a model that has none with other inputs than a call's,
+        on that of the call; and which it was."""
+        try:
+            return self._capture(first, training=True), first
+        except CaptureError:
+            if first.batch == call.batch:
+                raise
+        return self._capture(call, training=True), call
 
     @property
     def _is_preset(self) -> bool:
@@ -251,7 +261,8 @@ class Compiler:
         plan, built = self.planner.finish(captured, plan, call, store.prefix, self.owners)
         self._require_same_program(built, plan)
         if plan.pipeline is None:
-            plan = plan.with_reasons(PlanAgain(self.planner, replace(call, leaves=())))  # a plan keeps no batch alive
+            bare = replace(call, leaves=captured.state.read_of(call.leaves))  # a plan keeps no batch alive
+            plan = plan.with_reasons(PlanAgain(self.planner, bare))
         if isinstance(built, LocalProgram):
             self._settle(at_rest)
             return Kind(Runner(built, store, self.model, make_body), plan)

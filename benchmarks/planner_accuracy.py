@@ -142,25 +142,29 @@ class Trial:
 
 
 def _peak(events: Sequence[tuple[float, dict[str, Any]]]) -> tuple[int, int]:
-    """Bytes of blocks that were not freed, and the most that the others took at once.
+    """Bytes of blocks whose freeing was missed, and the most that the others took at once.
+
+    A block whose address is taken again had been freed at some time before, which is not said: it is missed, too.
 
     Args:
         events: when memory was taken or given back, and which.
     """
     changes: list[int] = []
+    missed = 0
     taken: dict[int, int] = {}  # addresses, and where they were taken
     for _, event in events:
         address, size = event["Addr"], event["Bytes"]
         if size > 0:
             lost = taken.pop(address, None)
-            if lost is not None:  # freed at some time before
+            if lost is not None:
+                missed += changes[lost]
                 changes.append(-changes[lost])
             taken[address] = len(changes)
             changes.append(size)
         else:
             taken.pop(address, None)
             changes.append(size)
-    missed = sum(changes[i] for i in taken.values())
+    missed += sum(changes[i] for i in taken.values())
     for i in taken.values():
         changes[i] = 0
     return missed, max(itertools.accumulate(changes))

@@ -16,7 +16,8 @@ from torch._decomp import decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.autograd_function import autograd_function_apply as function_apply
 from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
-from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
@@ -88,6 +89,10 @@ def compiled_run_plainly() -> Iterator[None]:
         tracer._is_fx_tracing_flag = before
 
 
+TRACED = FakeTensor, FunctionalTensor
+"""The classes of the tensors that a traced model sees."""
+
+
 @contextmanager
 def unwatched() -> Iterator[None]:
     """Inside, no mode and no class of tensors sees what is called."""
@@ -142,6 +147,11 @@ def one_layer_lstm(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch
 def make_fake_mode() -> FakeTensorMode:
     """A fake tensor mode with symbolic shapes, which lets real constants in."""
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def has_unknown_sizes(mode: FakeTensorMode) -> bool:
+    """Whether anybody has read a value, or a size that values decide, of tensors without values."""
+    return bool(mode.shape_env.unbacked_symint_counter)  # type: ignore[union-attr]
 
 
 def graph_of_trace() -> fx.Graph | None:
@@ -214,14 +224,17 @@ def forward_of(module: fx.GraphModule) -> Callable[..., Any]:
 def without_reports() -> Iterator[None]:
     """Keeps torch from logging, with a traceback, each operator that a trace cannot run, and from printing all that was
     traced where a value would decide: both are raised as well."""
-    logger, export = logging.getLogger("torch._subclasses.fake_tensor"), vars(importlib.import_module(_EXPORT))
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    names = "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"
+    loggers, export = [*map(logging.getLogger, names)], vars(importlib.import_module(_EXPORT))
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     export["print"] = _print_nothing
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         export.pop("print", None)
 
 

@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch.export import keep_lines_of, make_fake_mode
+from autoparallel._torch.export import has_unknown_sizes, keep_lines_of, make_fake_mode
 from autoparallel._torch.nn import parametrizations_made_anew
 from autoparallel.capture.caches import asks_for_cache, make_no_caches
 from autoparallel.capture.describe import describe
@@ -39,6 +39,7 @@ from autoparallel.capture.refusals.refusals import (
     require_same_memory,
 )
 from autoparallel.capture.tracing.drawn_numbers import require_dropped
+from autoparallel.capture.tracing.inputs_read import InputsRead
 from autoparallel.capture.tracing.trace import Answers, Question, Trace
 from autoparallel.capture.tracing.tracing import everything_seen
 from autoparallel.capture.training import Training
@@ -112,6 +113,7 @@ class Attempt:
         precision: the dtypes in which parameters are used, inputs come and outputs leave; None leaves them.
         gradients: whether it is called with gradients enabled.
         autocast: the dtype of the autocast that it is called under: each cast becomes an operator of the graph.
+        leaves: the inputs of the call, whose values Python may read (see ``tracing.inputs_read``); None if it may not.
 
     Attributes:
         scale: how many times the call's batch is traced.
@@ -124,6 +126,7 @@ class Attempt:
         recorders: of all copies.
         rehearsals: what was noted of each run without a trace.
         asked_at: the line at which the model asks first whether it is compiled; None for one that does not.
+        reads_values: whether Python reads a tensor's value, or a size that values decide.
     """
 
     model: nn.Module
@@ -141,12 +144,14 @@ class Attempt:
     ranks: int = 1
     gradients: bool = True
     autocast: torch.dtype | None = None
+    leaves: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
         model, loss_fn, self.mode = self.model, self.loss_fn, make_fake_mode()
         self.recorders: list[Recorder] = []
         self.rehearsals: list[Trace] = []
         self.asked_at: str | None = None
+        self.reads_values = False
         self.scale = scale_of(self.least_batch, self.batch)
         self.owners = _owners_of(model)
         self.fakes: dict[int, Any] = {}
@@ -234,11 +239,18 @@ class Attempt:
 
     def run(self, wrapper: Training, answer: bool = True) -> Any:
         """Runs a copy without a trace, with one answer for all that Python asks of tensors' values."""
-        self.rehearsals.append(_trace_of(wrapper, [], answers=Answers(rest=answer, most=_MOST_REHEARSED)))
-        with everything_seen(self.rehearsals[-1]):
-            results = wrapper(*self.inputs)
+        answers = Answers(rest=answer, most=_MOST_REHEARSED)
+        self.rehearsals.append(_trace_of(wrapper, [], answers=answers, inputs=self._inputs_read()))
+        try:
+            with everything_seen(self.rehearsals[-1]):
+                results = wrapper(*self.inputs)
+        finally:
+            self.reads_values |= self.rehearsals[-1].reads_values
         require_dropped(self.rehearsals[-1].drawn)
         return results
+
+    def _inputs_read(self) -> InputsRead | None:
+        return None if self.leaves is None else InputsRead(self.leaves)
 
     def trace(self, stacks: list[Stack], as_compiled: bool = False) -> Captured:
         """Traces a copy without the inner layers of its stacks, and fills them up."""
@@ -285,7 +297,7 @@ class Attempt:
             leave_out(wrapper, stacks)
             trace = _trace_of(
                 wrapper, wrapper.findings.questions, answers=Answers(answers), as_compiled=as_compiled,
-                calls=calls, hooks=hooks,
+                calls=calls, hooks=hooks, inputs=self._inputs_read(),
             )  # fmt: skip
             way = self._trace_way(wrapper, trace)
             while (number := len(trace.questions) - 1) >= len(answers):
@@ -315,6 +327,7 @@ class Attempt:
             raise CaptureError(f"{error}\nThat is on the way {place}: {INSTEAD_OF_WAYS}.") from error.__cause__
         finally:
             self.asked_at = self.asked_at or trace.asked_at
+            self.reads_values |= trace.reads_values
             self.fixed.update(dict.fromkeys(trace.fixed.values()))
         require_dropped(trace.drawn)
         return way
@@ -333,6 +346,7 @@ class Attempt:
             with only_the_users(), parametrizations_made_anew(), cast:
                 captured = self._capture()
         finally:
+            self.reads_values |= has_unknown_sizes(self.mode)
             torch.set_grad_enabled(before)
             self._reads.forget_cached()
             for recorder in self.recorders:
@@ -385,6 +399,8 @@ class Attempt:
             captured.state.merge(state)
         if failed is None:  # else all of the model was traced
             captured.python_draws = len(drawn)
+        if (inputs := self.rehearsals[0].inputs) is not None:  # of layers that are not traced, too
+            captured.state.inputs.append(inputs.taken())
         return captured
 
 

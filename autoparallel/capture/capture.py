@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -20,50 +21,66 @@ from autoparallel.graph.garbage import MANY, collected_rarely, count_as_old
 from autoparallel.passes.follow_batch import follow_results, weight_of_rows
 
 
-def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **options: Any) -> Captured:
+def capture(
+    model: nn.Module,
+    specs: Sequence[InputSpec | Any],
+    in_spec: pytree.TreeSpec,
+    leaves: Sequence[Any] = (),
+    **options: Any,
+) -> Captured:
     """Captures ``model(*args, **kwargs)``, or its loss where ``loss_fn`` is given and the last argument is the target.
 
-    What a model does not leave open is fixed: first numbers, then lengths, then the batch size, too;
-    ``Captured.fixed`` has the lines.  The arguments are those of :class:`Attempt`.
+    What a model does not leave open is fixed: first numbers, then lengths, then the batch size, too, and at last the
+    values of inputs that its Python reads; ``Captured.fixed`` has the lines.  The arguments are those of
+    :class:`Attempt`.
 
     Raises:
         CaptureError: when the model cannot be captured.
     """
     with collected_rarely(MANY):
         try:
-            return _capture(model, specs, others, options)
+            return _capture(model, specs, in_spec, leaves, options)
         finally:
             count_as_old()
 
 
 def _capture(
-    model: nn.Module, specs: Sequence[InputSpec | Any], others: Sequence[Any], options: Mapping[str, Any]
+    model: nn.Module,
+    specs: Sequence[InputSpec | Any],
+    in_spec: pytree.TreeSpec,
+    leaves: Sequence[Any],
+    options: Mapping[str, Any],
 ) -> Captured:
     _torch.export.import_tracer()
-    attempts: list[Sequence[InputSpec | Any]] = [specs]
+    fully_closed = closed(specs, batch=False)
+    attempts: list[tuple[Sequence[InputSpec | Any], Sequence[Any] | None]] = [(specs, None)]
     numbers = any(isinstance(s, NumberSpec) for s in specs)
-    attempts += [without_numbers(specs)] * numbers
-    attempts += [closed(specs)] * any(s.open for s in specs if isinstance(s, InputSpec))
-    attempts += [closed(specs, batch=False)] * any(s.batch for s in specs if isinstance(s, InputSpec))
+    attempts += [(without_numbers(specs), None)] * numbers
+    attempts += [(closed(specs), None)] * any(s.open for s in specs if isinstance(s, InputSpec))
+    attempts += [(fully_closed, None)] * any(s.batch for s in specs if isinstance(s, InputSpec))
+    attempts += [(fully_closed, leaves)] * any(isinstance(leaf, torch.Tensor) for leaf in leaves)
     failed: CaptureError | None = None
     vain: list[Any] = []  # what a model cannot be called with, traced or not
+    reads_values = refused = False
     fixed: dict[str, None] = {}
-    for attempt in attempts:
-        if failed is not None and _examples(attempt, options) == vain:
+    for forms, values in attempts:
+        in_vain = refused or failed is not None and _examples(forms, options) == vain
+        if not reads_values if values is not None else in_vain:
             continue
+        attempt = Attempt(model, forms, in_spec, fixed=fixed, leaves=values, **options)
         try:
             with _torch.export.without_reports():
-                captured = Attempt(model, attempt, *others, fixed=fixed, **options).capture()
+                captured = attempt.capture()
         except CaptureError as error:
-            if error.__cause__ is None and not numbers:  # refused by ourselves, whatever is open
-                raise
             failed = error  # the last one speaks of the sizes of the call
-            vain = _examples(attempt, options) if isinstance(error, FailsUntraced) else vain
+            reads_values |= attempt.reads_values
+            refused = error.__cause__ is None and not numbers  # by ourselves, whatever is open
+            vain = _examples(forms, options) if isinstance(error, FailsUntraced) else vain
             fixed[str(error).splitlines()[0].partition(" at ")[2]] = None
             continue
         captured.fixed = tuple(line for line in fixed if line not in ("", "an unknown line"))
-        captured.numbers = tuple([i for i, spec in enumerate(attempt) if isinstance(spec, NumberSpec)])
-        if fits(captured, attempt):
+        captured.numbers = tuple([i for i, spec in enumerate(forms) if isinstance(spec, NumberSpec)])
+        if fits(captured, forms):
             captured.weight = weight_of_rows(captured, specs)
             norms = [name for name, module in model.named_modules() if isinstance(module, _torch.nn.BatchNorm)]
             statistics = [path for path in captured.mutated_buffers if path.rpartition(".")[0] in norms]
@@ -71,7 +88,7 @@ def _capture(
             return captured
     assert failed is not None  # the last attempt has no symbols that could differ from the call
     if failed.__cause__ is not None:
-        raise CaptureError(f"{failed}\n{_arguments(model, specs, others[0], options)}") from failed.__cause__
+        raise CaptureError(f"{failed}\n{_arguments(model, specs, in_spec, options)}") from failed.__cause__
     raise failed
 
 

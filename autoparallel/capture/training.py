@@ -15,7 +15,7 @@ from autoparallel import _torch
 from autoparallel.capture.caches import CURE, asks_for_cache, without_caches
 from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.data_access import DataAccess
-from autoparallel.capture.tracing.trace import Question
+from autoparallel.capture.tracing.trace import Question, listening
 from autoparallel.graph.caches import caches_in, release, tensors_in
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.changed_arguments import ARGUMENTS, describe_changes, note_containers
@@ -123,6 +123,9 @@ class Training(nn.Module):
                 torch._check(inputs[first].shape[dim] == inputs[other].shape[its])
         for number, earlier in self.twins:
             inputs[number] = inputs[earlier]
+        trace = listening()
+        if trace is not None and trace.inputs is not None:
+            trace.inputs.note_inputs(inputs)
         self._changes: dict[str, Any] = {}
         args, kwargs = release(pytree.tree_unflatten(inputs, nesting))
         before, now = self.findings.registered, dict(_torch.tensors.named_tensors(self.model))

@@ -5,7 +5,8 @@
 - ``layers``: the layers of a graph, and the runs of those that are alike.
 - ``fingerprint``: the digest of a graph.
 - ``hooks``: the hooks that a call runs.
-- ``python_state``: the values of Python's that a trace has read, compared at every call.
+- ``python_state``: the values of Python's that a trace has read, compared at every call; ``input_values``: those that
+  it has read of the inputs.
 - ``plain_tensors``: tensors that a model holds without having registered them.
 - ``nesting``: nested values as leaves; ``caches``: those of generation among them; ``changed_arguments``: the dicts and
   lists that a call changes.

@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch.utils import _pytree as pytree
 
+from autoparallel import _torch
 from autoparallel.graph.captured import Captured, InputSpec, NumberSpec
 from autoparallel.placements import Layout
 
@@ -55,6 +56,14 @@ class Call:
         return tuple([s.shape for s in self.specs if isinstance(s, InputSpec)])
 
     @property
+    def values(self) -> tuple[torch.Tensor | None, ...]:
+        """The inputs that this rank has whole, with their values; None in the place of others."""
+        return tuple([
+            leaf if isinstance(leaf, torch.Tensor) and isinstance(s, InputSpec) and _has_values(leaf, s.shape) else None
+            for leaf, s in zip(self.leaves, self.specs, strict=False)
+        ])  # fmt: skip
+
+    @property
     def is_training(self) -> bool:
         """Whether the model is in training mode, as a graph is that has no modes."""
         return self.training[0] if self.training else True
@@ -63,6 +72,10 @@ class Call:
     def trains(self) -> bool:
         """Whether it is made in training mode and with gradients."""
         return self.is_training and self.gradients
+
+
+def _has_values(leaf: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    return tuple(leaf.shape) == shape and not leaf.is_meta and not _torch.export.is_fake(leaf)
 
 
 def fits(captured: Captured, specs: Sequence[Any]) -> bool:

@@ -12,7 +12,7 @@ import sys
 import types
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sized
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import Any
@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from autoparallel import _torch
+from autoparallel.graph.input_values import ValuesRead
 from autoparallel.operators.opaque import CONSTANTS
 
 MISSING: Any = object()
@@ -35,6 +36,9 @@ OPAQUE = (
 )  # fmt: skip
 """What is compared by identity: what is in it is looked at where it is read."""
 
+
+OF_INPUTS = "what Python reads of the inputs at"
+"""How the label of such a value begins."""
 
 _HEAP_TYPE = 1 << 9  # of a class that is made at run time, as all are that are written in Python
 _DEEPEST = 8  # objects in objects whose attributes are compared
@@ -144,19 +148,34 @@ class PythonState:
             the name, the value.
         guards: all others.
         places: of each label where its value stands. Two places have two labels, also where the model calls both alike.
+        inputs: what was read of the inputs' values.
     """
 
     attributes: dict[str, tuple[Mapping[str, Any], str, Any]] = field(default_factory=dict)
     guards: dict[str, Guard] = field(default_factory=dict)
     places: dict[str, Hashable] = field(default_factory=dict)
+    inputs: list[ValuesRead] = field(default_factory=list)
 
-    def changed(self) -> str | None:
-        """The label of a value that is not what it was; None where all are."""
+    def changed(self, leaves: Sequence[Any]) -> str | None:
+        """The label of a value that is not what it was; None where all are.
+
+        Args:
+            leaves: the inputs of a call.
+        """
         for label, (table, name, value) in self.attributes.items():
             now = table.get(name, MISSING)
             if now is not value and (type(now) is not type(value) or not is_plain(value) or now != value):
                 return label
-        return next((label for label, guard in self.guards.items() if not guard.holds()), None)
+        for label, guard in self.guards.items():
+            if not guard.holds():
+                return label
+        reads = (reads.changed(leaves) for reads in self.inputs)
+        return next((f"{OF_INPUTS} {read.line}" for read in reads if read is not None), None)
+
+    def read_of(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """The inputs of a call of which values were read, with None in the place of the others."""
+        places = {place for reads in self.inputs for place in reads.places}
+        return tuple([leaf if place in places else None for place, leaf in enumerate(leaves)])
 
     def describe(self, label: str) -> tuple[str, str]:
         """What a value was, and what it is now."""
@@ -191,6 +210,7 @@ class PythonState:
         labels = {label: self._label_at(place, label) for label, place in other.places.items()}
         self.attributes.update({labels[label]: read for label, read in other.attributes.items()})
         self.guards.update({labels[label]: guard for label, guard in other.guards.items()})
+        self.inputs += other.inputs
 
     def _label_at(self, place: Hashable, label: str) -> str:
         """The label of a place: this one, with a number where it is that of another place."""

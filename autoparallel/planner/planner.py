@@ -58,6 +58,7 @@ class Planner:
             self.model,
             call.specs,
             call.in_spec,
+            call.values,
             loss_fn=request.loss_fn if call.with_target else None,
             least_batch=2 * math.prod(request.sizes),
             batch=call.batch,

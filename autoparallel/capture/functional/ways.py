@@ -76,6 +76,8 @@ class Way:
         sized = [x for x in values if isinstance(x, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in x.shape)]
         self.guards = {SizeGuard(*guard): None for guard in (size_guards(sized[0]) if sized else ())}
         self.state = self.recorder.state()
+        if self.trace.inputs is not None:
+            self.state.inputs.append(self.trace.inputs.taken())
 
 
 def merge(first: Way, second: Way) -> None:

@@ -64,6 +64,11 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if passes is not None and not _is_caught(frame):
         trace.left_out[line_of_frame(frame)] = None
         return passes
+    trace.reads_values = True
+    if trace.inputs is not None and func is not _SYM_BOOL and len(args) + len(kwargs) == 1:
+        answer = trace.inputs.read(func, tensor)
+        if answer is not None:
+            return answer
     if func is _SYM_BOOL and frame.f_code.co_filename.startswith(_MODULES_OF_TORCH):
         return _torch.export.guard_strictly(tensor)
     of_torch = frame.f_code.co_filename.startswith(_torch.export.FOLDER)

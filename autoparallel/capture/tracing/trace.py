@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from autoparallel import _torch
 from autoparallel.capture.refusals.refusals import INSTEAD_OF_WAYS
+from autoparallel.capture.tracing.inputs_read import InputsRead
 from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.hooks import HookTemplate
 from autoparallel.graph.layers import mark_checkpointed
@@ -67,8 +68,10 @@ class Trace:
         answers: what Python is told that asks for a tensor's value.
         calls: what stands behind the names in ``autoparallel::call``, which may be shared by several traces.
         hooks: the tensor hooks behind the names in ``autoparallel::hook``; shared, too.
+        inputs: where Python may read values that follow from inputs.
 
     Attributes:
+        reads_values: whether Python reads a tensor's value.
         asked_at: the line at which it asks first whether it is compiled; None for a model that does not.
         fixed: the lines at which the model fixed a size that was open, by the size.
         drawn: the numbers that it has drawn from Python's ``random``, with the lines, as long as they live.
@@ -89,11 +92,13 @@ class Trace:
         answers: Answers,
         calls: dict[str, OpaqueCall] | None = None,
         hooks: dict[str, HookTemplate] | None = None,
+        inputs: InputsRead | None = None,
     ) -> None:
         self.originals, self.paths, self.existing, self.as_compiled = originals, paths, existing, as_compiled
         self.answers, self.questions = answers, questions
         self.calls: dict[str, OpaqueCall] = {} if calls is None else calls
         self.hooks: dict[str, HookTemplate] = {} if hooks is None else hooks
+        self.inputs, self.reads_values = inputs, False
         self.asked_at: str | None = None
         self.has_leaves = False
         self._regions: list[tuple[fx.Graph | None, int]] = []  # that the model is in

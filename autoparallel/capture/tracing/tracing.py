@@ -30,6 +30,8 @@ from autoparallel.capture.tracing.checks import NAMES as ASKED
 from autoparallel.capture.tracing.collectives import NAMES as COLLECTIVES
 from autoparallel.capture.tracing.drawn_numbers import NAMES as DRAWS
 from autoparallel.capture.tracing.functions import function_apply
+from autoparallel.capture.tracing.numbers_read import NAMES as NUMBERS_READ
+from autoparallel.capture.tracing.numbers_read import READS
 from autoparallel.capture.tracing.positions import FOLLOWED, PACKED, masks_of_transformers, unless_counting
 from autoparallel.capture.tracing.seeding import NAMES as SEEDS
 from autoparallel.capture.tracing.trace import CURRENT, Trace, listening, refuse
@@ -60,7 +62,7 @@ def everything_seen(trace: Trace) -> Iterator[None]:
         )
 
 
-_FOLLOWED = {**FOLLOWED, **CHECKED, **READING}
+_FOLLOWED = {**FOLLOWED, **CHECKED, **READS, **READING}
 
 
 class _Listener(TorchFunctionMode):
@@ -69,10 +71,13 @@ class _Listener(TorchFunctionMode):
         self.trace = trace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = (HANDLERS.get(func) or _FOLLOWED.get(func)) if self.trace.listening else None
-        if handler is None:
+        if not self.trace.listening:
             return func(*args, **(kwargs or {}))
-        return handler(self.trace, func, *args, **(kwargs or {}))
+        handler = HANDLERS.get(func) or _FOLLOWED.get(func)
+        call = func if handler is None else partial(handler, self.trace, func)
+        if self.trace.inputs is None:
+            return call(*args, **(kwargs or {}))
+        return self.trace.inputs.follow(func, call, args, kwargs or {})
 
 
 # ------------------------------------------------------------------------------------- what has no door but its name
@@ -226,6 +231,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *ASKED,
     *COLLECTIVES,
     *DRAWS,
+    *NUMBERS_READ,
     *SEEDS,
     *VALUES_READ,
     (*_torch.export.VALIDATE_DEVICE, _validate_device),

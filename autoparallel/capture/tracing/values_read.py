@@ -7,6 +7,7 @@ is known without the values, is a tensor, or changes nothing of what is computed
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -59,6 +60,26 @@ def _combinations(_: Trace, func: Any, input: Tensor, r: int = 2, with_replaceme
     return input[torch.tensor(places, dtype=torch.int64, device=input.device).reshape(len(places), r)]
 
 
+def _tensor(_: Trace, func: Any, data: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+    """A tensor of lists in which there are tensors, which torch would read number by number."""
+    parts = _leaves(data)
+    if not isinstance(data, list | tuple) or not any(isinstance(part, Tensor) for part in parts):
+        return func(data, dtype=dtype, device=device, **options)
+    dtypes = [part.dtype if isinstance(part, Tensor) else torch.tensor(part).dtype for part in parts]
+    dtype = dtype or functools.reduce(torch.promote_types, dtypes)
+    return _stack(data, dtype).to(device).requires_grad_(options.get("requires_grad", False))
+
+
+def _leaves(data: Any) -> list[Any]:
+    return [leaf for part in data for leaf in _leaves(part)] if isinstance(data, list | tuple) else [data]
+
+
+def _stack(data: Any, dtype: torch.dtype) -> Tensor:
+    if isinstance(data, list | tuple):
+        return torch.stack([_stack(part, dtype) for part in data])
+    return data.detach().to(dtype) if isinstance(data, Tensor) else torch.tensor(data, dtype=dtype)
+
+
 def _pack(*_: Any, **__: Any) -> NoReturn:
     raise refuse(
         "pack_padded_sequence reads the lengths of sequences",
@@ -76,7 +97,7 @@ def _ctc_loss(*_: Any, **__: Any) -> NoReturn:
 
 READING: dict[Any, Callable[..., Any]] = {
     torch.cov: _cov, Tensor.cov: _cov, torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef,
-    torch.combinations: _combinations, torch.ctc_loss: _ctc_loss, F.ctc_loss: _ctc_loss,
+    torch.combinations: _combinations, torch.tensor: _tensor, torch.ctc_loss: _ctc_loss, F.ctc_loss: _ctc_loss,
     _torch.nn.pack_padded_sequence: _pack,
 }  # fmt: skip
 """The functions, with what takes their place while a model is traced."""

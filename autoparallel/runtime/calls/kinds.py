@@ -31,7 +31,7 @@ from autoparallel.graph.calls import (
     without_numbers,
 )
 from autoparallel.graph.captured import Captured, InputSpec, NumberSpec
-from autoparallel.graph.python_state import PythonState
+from autoparallel.graph.python_state import OF_INPUTS, PythonState
 from autoparallel.placements import format_layout
 from autoparallel.plan import Plan
 from autoparallel.runtime.gradients.store import GradientStore
@@ -227,7 +227,8 @@ class Kinds:
             _torch.tensors.function_modes(),
         )  # fmt: skip
         states = self._states.get(key, [])
-        return Key(key, next((i for i, state in enumerate(states) if state.changed() is None), len(states)))
+        leaves = call.values if any(state.inputs for state in states) else ()
+        return Key(key, next((i for i, state in enumerate(states) if state.changed(leaves) is None), len(states)))
 
     def of(self, keyed: KeyedCall) -> Kind:
         """The kind whose trace has the sizes of a call, which the ranks are known to make alike; it is made where there
@@ -279,7 +280,7 @@ class Kinds:
         """
         seconds = time.perf_counter() - started
         states = self._states.setdefault(key.call, [])
-        changes = [(label, state) for state in states if (label := state.changed()) is not None]
+        changes = [(label, state) for state in states if (label := state.changed(call.values)) is not None]
         self.plan = self.plan or kind.plan
         if any(isinstance(s, NumberSpec) for s in call.specs) and not kind.runner.captured.numbers:
             self._fixing.add(self._form(call))
@@ -307,12 +308,21 @@ def _log_change(changes: Sequence[tuple[str, PythonState]], seconds: float) -> N
     if not changes:
         return
     label, state = changes[-1]
+    is_many = sum(name == label for name, _ in changes) == MANY_VALUES
+    if label.startswith(OF_INPUTS):
+        LOGGER.warning("%s has changed: the model was captured and planned once more, in %.1f s", label, seconds)
+        if is_many:
+            LOGGER.warning(
+                "%s has had %d values by now, each with a trace of its own: compute what follows from it before the "
+                "call, and pass it in as a tensor", label, MANY_VALUES + 1,
+            )  # fmt: skip
+        return
     before, now = state.describe(label)
     LOGGER.warning(
         "%s has changed from %s to %s: the model was captured and planned once more, in %.1f s", label, before, now,
         seconds,
     )  # fmt: skip
-    if sum(name == label for name, _ in changes) == MANY_VALUES:
+    if is_many:
         LOGGER.warning(
             "%s has had %d values by now, each with a trace of its own: make it a tensor, such as a registered "
             "buffer that is updated in place, so that one trace serves all", label, MANY_VALUES + 1,

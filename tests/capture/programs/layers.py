@@ -276,7 +276,7 @@ class LoopUntilItConverges(Two):
         return h
 
 
-@program(batch=tokens, refused="tensor")
+@program(batch=tokens)
 class LoopOverLengths(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class LoopOverLengths(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         h = self.table(ids)
         lengths = (ids > 2).sum(-1)
-        return torch.stack([self.out(h[i, : int(n)].sum(0)) for i, n in enumerate(lengths)])  # refused
+        return torch.stack([self.out(h[i, : int(n)].sum(0)) for i, n in enumerate(lengths)])
 
 
 @program(batch=tokens)

@@ -146,7 +146,7 @@ class ReturnsWhatItSelects(Tagger):
 @program(batch=tagged, refused="weigh them by masks")
 class DrawsForWhatItSelects(Tagger):
     def forward(self, x: Tensor, labels: Tensor) -> Any:
-        rows = self.head(x)[labels >= 0]
+        rows = self.head(x)[self.body(x).sum(-1) > 0]
         return F.dropout(rows, 0.5).sum()  # refused
 
 

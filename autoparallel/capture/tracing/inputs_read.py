@@ -1,0 +1,195 @@
+"""Python that reads values of the inputs: ``grid.tolist()``, ``range(int(lengths.max()))``.
+
+A trace runs on tensors without values.  Where a tensor of whole numbers follows from the inputs of the call alone, its
+values are computed of these, Python is told them, and they belong to the kind of call (see ``graph.input_values``).
+That is the last resort: it fixes the batch and all lengths, and each other value is another trace.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autoparallel import _torch
+from autoparallel.graph.input_values import (
+    Input,
+    Result,
+    Source,
+    Step,
+    ValueRead,
+    Values,
+    ValuesRead,
+    mapped,
+    shapes_of,
+    sources_in,
+)
+from autoparallel.graph.lines import line_of_frame
+from autoparallel.graph.python_state import freeze
+
+_MADE_OF_NOTHING = frozenset((
+    torch.arange, torch.tensor, torch.as_tensor, torch.zeros, torch.ones, torch.full, torch.eye, torch.linspace,
+    torch.scalar_tensor,
+))  # fmt: skip
+"""The functions whose results follow from numbers."""
+
+_PLAIN = (
+    bool, int, float, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+
+
+class _NotOfInputsError(Exception):
+    """A value does not follow from the inputs alone."""
+
+
+class InputsRead:
+    """The tensors of one run of the model that follow from inputs alone, and what Python has read of them.
+
+    Args:
+        leaves: the inputs, with their values; None for one whose values this rank does not have.
+    """
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._leaves, self._values = leaves, Values(leaves)
+        self._sources: dict[int, tuple[Tensor, int, Source]] = {}  # by id: with the version of which it is true
+        self._steps = 0
+        self._draws = False
+        self._reads: list[ValueRead] = []
+
+    def note_inputs(self, tensors: Sequence[Any]) -> None:
+        """Notes what stands for the inputs in this run."""
+        for place, (tensor, leaf) in enumerate(zip(tensors, self._leaves, strict=True)):
+            if isinstance(tensor, Tensor) and isinstance(leaf, Tensor):
+                self._note(tensor, Input(place))
+
+    def _note(self, tensor: Tensor, source: Source) -> None:
+        self._sources[id(tensor)] = tensor, tensor._version, source
+
+    def _source(self, value: Any) -> Any:
+        """What stands for one argument of a call in a step."""
+        if isinstance(value, _PLAIN) or isinstance(value, torch.Size) and all(type(size) is int for size in value):
+            return value
+        if not self._is_of_inputs(value):
+            raise _NotOfInputsError
+        return self._sources[id(value)][2]
+
+    def _is_of_inputs(self, value: Any) -> bool:
+        entry = self._sources.get(id(value))
+        return entry is not None and entry[1] == value._version
+
+    def follow(self, func: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call of torch; what it follows from is noted.
+
+        Args:
+            func: what the model calls.
+            call: what is called instead.
+        """
+        if func is Tensor.__iter__ and args[0].ndim:
+            return iter(self.follow(Tensor.unbind, Tensor.unbind, args, kwargs))
+        if func in _NONZERO and len(args) == 1 and not kwargs and (positions := self._positions(args[0])) is not None:
+            return positions if func is torch.where else self.follow(torch.stack, torch.stack, (positions, 1), {})
+        args, kwargs = self._with_numbers(func, args, kwargs)
+        try:
+            sources = mapped((args, kwargs), self._source)
+        except _NotOfInputsError:
+            return call(*args, **kwargs)
+        if not sources_in(sources) and func not in _MADE_OF_NOTHING or "out" in kwargs:
+            return call(*args, **kwargs)
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        version = None if first is None else first._version
+        result = call(*args, **kwargs)
+        writes = first is not None and first._version != version
+        step = Step(self._steps, func, sources[0], MappingProxyType(sources[1]), writes)
+        self._steps += 1
+        for place, tensor in enumerate([first] if writes else pytree.tree_leaves(result)):
+            if isinstance(tensor, Tensor) and (writes or tensor is not first):
+                self._note(tensor, Result(step, place))
+        return result
+
+    def _positions(self, mask: Tensor) -> tuple[Tensor, ...] | None:
+        """Where a mask selects, by as many positions as it selects in this call."""
+        count = self.read(_count, mask)
+        if count is None:
+            return None
+        positions = self.follow(torch.nonzero_static, torch.nonzero_static, (mask,), {"size": count})
+        return tuple(self.follow(Tensor.unbind, Tensor.unbind, (positions, 1), {}))
+
+    def _with_numbers(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with numbers where torch itself would read sizes from tensors."""
+        if func in _SIZED_BY_REPEATS and "output_size" not in kwargs:
+            repeats = kwargs.get("repeats", args[min(1, len(args) - 1)] if args else None)
+            if isinstance(repeats, Tensor) and repeats.numel() > 1:
+                total = self.read(_sum, repeats)
+                return args, kwargs if total is None else {**kwargs, "output_size": total}
+        if func is torch.arange:
+            return mapped((args, kwargs), self._number)
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+            return (args[0], tuple(self._keys(keys)), *args[2:]), kwargs
+        return args, kwargs
+
+    def _keys(self, keys: tuple[Any, ...]) -> Iterator[Any]:
+        """The keys of an index, of which masks that follow from inputs select as many rows as in this call."""
+        for key in keys:
+            is_mask = isinstance(key, Tensor) and key.dtype == torch.bool and key.ndim > 0
+            positions = self._positions(key) if is_mask else None
+            if positions is not None:
+                yield from positions
+            else:
+                yield mapped(key, self._number) if isinstance(key, slice) else key
+
+    def _number(self, value: Any) -> Any:
+        number = self.read(Tensor.item, value) if isinstance(value, Tensor) and value.ndim == 0 else None
+        return value if number is None else number
+
+    def read(self, function: Callable[..., Any], tensor: Any) -> Any:
+        """What a function reads of a tensor's values; None where they do not follow from inputs alone, or are no whole
+        numbers, of which there is another one in each batch."""
+        if tensor.is_floating_point() or tensor.is_complex():
+            return None
+        try:
+            source = self._source(tensor)
+        except _NotOfInputsError:
+            return None
+        with _torch.export.unwatched():
+            state = torch.get_rng_state()
+            try:
+                value = self._values.of(source)
+            except Exception:  # noqa: BLE001 - then nobody knows it
+                return None
+            if not torch.equal(state, torch.get_rng_state()):
+                torch.set_rng_state(state)
+                self._draws = True  # what was drawn is another number at the next call
+            if self._draws:
+                return None
+            answer = function(value.clone())
+
+        def read(values: Tensor) -> Hashable:
+            return freeze(function(values))
+
+        self._reads.append(ValueRead(source, read, freeze(answer), line_of_frame(sys._getframe(1))))
+        return answer
+
+    def taken(self) -> ValuesRead:
+        """All that was read."""
+        return ValuesRead(self._reads, shapes_of(self._leaves))
+
+
+def _count(mask: Tensor) -> int:
+    return int(mask.count_nonzero())
+
+
+def _sum(repeats: Tensor) -> int:
+    return int(repeats.sum())
+
+
+_NONZERO = frozenset((torch.where, torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere))
+_SIZED_BY_REPEATS = frozenset((torch.repeat_interleave, Tensor.repeat_interleave))

@@ -1,0 +1,172 @@
+"""Values of a call's inputs that Python has read while a trace was made: ``grid.tolist()``, ``lengths.max().item()``.
+
+Each is noted with the calls of torch that it follows from, so that it can be computed of the inputs of any call: a
+trace serves those in which Python would read the same.  Values are computed on the CPU, where traces are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autoparallel import _torch
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of the call, by its place among the leaves."""
+
+    place: int
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A call of torch, of which all tensors follow from inputs.
+
+    Attributes:
+        number: after those of the calls that it depends on.
+        function: that is called.
+        args, kwargs: of the call, with what they follow from in the place of tensors.
+        writes: whether it writes to its first argument, which is then its result.
+    """
+
+    number: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    writes: bool
+
+    def run(self, value_of: Callable[[Source], Tensor]) -> list[Any]:
+        """The leaves of what the call gives."""
+        args, kwargs = mapped((self.args, self.kwargs), lambda x: value_of(x) if isinstance(x, Source) else x)
+        if self.writes:
+            args = (args[0].clone(), *args[1:])
+        result = self.function(*args, **kwargs)
+        return [args[0]] if self.writes else pytree.tree_leaves(result)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that a step makes, by its place among the leaves of what it gives."""
+
+    step: Step
+    place: int
+
+
+Source = Input | Result
+"""What a tensor is that follows from inputs alone."""
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested arguments with their leaves changed; the bounds of slices are leaves, too."""
+    if isinstance(value, slice):
+        return slice(*[mapped(x, change) for x in (value.start, value.stop, value.step)])
+    if type(value) in (tuple, list):
+        return type(value)([mapped(x, change) for x in value])
+    if type(value) is dict:
+        return {key: mapped(x, change) for key, x in value.items()}
+    return change(value)
+
+
+def sources_in(value: Any) -> list[Source]:
+    """What some arguments follow from."""
+    sources: list[Source] = []
+    mapped(value, lambda x: sources.append(x) if isinstance(x, Source) else None)
+    return sources
+
+
+class Values:
+    """Tensors that follow from the inputs of one call, each computed once.
+
+    Args:
+        leaves: the inputs.
+    """
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._leaves = leaves
+        self._results: dict[Step, list[Any]] = {}
+
+    def of(self, source: Source) -> Tensor:
+        """The values of a tensor, which nobody may change."""
+        with _torch.export.unwatched(), torch.no_grad():
+            for step in sorted(_steps_before(source, self._results), key=lambda step: step.number):
+                self._results[step] = step.run(self._value)
+            return self._value(source)
+
+    def _value(self, source: Source) -> Tensor:
+        if isinstance(source, Result):
+            return self._results[source.step][source.place]
+        value: Tensor = self._leaves[source.place]
+        return value.detach().cpu()
+
+
+def _steps_before(source: Source, left_out: Collection[Step] = ()) -> Iterator[Step]:
+    """The steps that a tensor follows from."""
+    sources, visited = [source], set(left_out)
+    while sources:
+        last = sources.pop()
+        if isinstance(last, Result) and last.step not in visited:
+            visited.add(last.step)
+            yield last.step
+            sources += sources_in((last.step.args, last.step.kwargs))
+
+
+@dataclass(frozen=True)
+class ValueRead:
+    """One value that Python has read.
+
+    Attributes:
+        source: the tensor.
+        read: gives Python the value of a tensor, in a form that can be compared.
+        value: what it was.
+        line: that reads it.
+    """
+
+    source: Source
+    read: Callable[[Tensor], Hashable]
+    value: Hashable
+    line: str
+
+
+class ValuesRead:
+    """What one trace has read of the inputs; it says nothing of inputs of other shapes, which the trace does not serve.
+
+    Args:
+        reads: in their order.
+        shapes: of the inputs, None for one that is no tensor.
+    """
+
+    def __init__(self, reads: Sequence[ValueRead], shapes: Sequence[torch.Size | None]) -> None:
+        self.reads, self._shapes = tuple(reads), tuple(shapes)
+
+    def changed(self, leaves: Sequence[Any]) -> ValueRead | None:
+        """The first value that Python would not read again in a call with these inputs."""
+        if not self.reads or shapes_of(leaves) != self._shapes:
+            return None
+        values = Values(leaves)
+        return next((read for read in self.reads if _value_now(read, values) != read.value), None)
+
+    @property
+    def places(self) -> set[int]:
+        """The inputs that values follow from."""
+        sources: list[Source] = [read.source for read in self.reads]
+        for read in self.reads:
+            for step in _steps_before(read.source):
+                sources += sources_in((step.args, step.kwargs))
+        return {source.place for source in sources if isinstance(source, Input)}
+
+
+def _value_now(read: ValueRead, values: Values) -> Hashable:
+    try:
+        return read.read(values.of(read.source))
+    except Exception:  # noqa: BLE001 - what torch cannot compute of these inputs is not what it was
+        return None
+
+
+def shapes_of(leaves: Sequence[Any]) -> tuple[torch.Size | None, ...]:
+    return tuple([leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves])

@@ -1,0 +1,187 @@
+"""Python that reads whole numbers of the inputs: each step has others, the last those of the first."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tests.capture.registry import program
+from tests.capture.runner import numbers
+
+LENGTHS = ([3, 4], [1, 6], [3, 4])
+
+
+def ragged(step: int) -> tuple[Any, ...]:
+    """Eight sequences of seven tokens, and how the tokens fall into two parts."""
+    return numbers(8, 7, 8, seed=step), torch.tensor(LENGTHS[step])
+
+
+def padded(step: int) -> tuple[Any, ...]:
+    """Four sequences, of which as many tokens count as a mask says."""
+    lengths = torch.tensor(([6, 2, 5, 6], [6, 3, 4, 6], [6, 2, 5, 6])[step])
+    return numbers(4, 6, 8, seed=step), torch.arange(6) < lengths[:, None]
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        return self.read(self.a(x).tanh(), lengths)
+
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        raise NotImplementedError
+
+
+@program(batch=ragged, ranks=True)
+class SplitsByLengths(Reader):
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        return [self.b(part).mean(1) * (i + 1) for i, part in enumerate(h.split(lengths.tolist(), dim=1))]
+
+
+@program(batch=ragged, ranks=True)
+class CutsToTheLongest(Reader):
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        most = int(lengths.max())
+        return self.b(h[:, :most]).sum(1) / most, self.b(h)[:, : lengths.max()].mean(1)
+
+
+@program(batch=ragged, ranks=True)
+class LoopsOverParts(Reader):
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        out, start = torch.zeros_like(h), 0
+        for length in lengths:
+            stop = start + length.item()
+            if length > 3:
+                out[:, start:stop] = h[:, start:stop].flip(1)
+            start = stop
+        return self.b(out + h)
+
+
+@program(batch=ragged)
+class RepeatsByLengths(Reader):
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        parts = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        sums = h.new_zeros(h.shape[0], len(lengths), 8).index_add(1, parts, h)
+        spread = sums.repeat_interleave(lengths, dim=1)
+        return self.b(spread * parts[:, None])
+
+
+@program(batch=ragged)
+class BoundsOfParts(Reader):
+    """Sums that count up, changed in place, as arrays of numpy."""
+
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        bounds = torch.zeros(len(lengths) + 1, dtype=torch.long)
+        bounds[1:] = lengths.cumsum(0)
+        bounds.clamp_(max=h.shape[1])
+        return [self.b(h[:, i:j]).mean(1) for i, j in itertools.pairwise(np.asarray(bounds))]
+
+
+@program(batch=ragged)
+class PositionsOfParts(Reader):
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        return self.b(h) * torch.tensor([lengths.max() + 1, lengths.min(), 3, 4]), positions
+
+
+@program(batch=padded, ranks=True)
+class GroupsOfRows(Reader):
+    """As Qwen2-VL finds positions of text and images, in each sequence without what is padded."""
+
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        out = []
+        for row, mask in zip(h, lengths, strict=True):
+            kinds = torch.arange(mask.shape[0])[mask].remainder(4).div(2, rounding_mode="floor")
+            for kind, group in itertools.groupby(kinds.tolist()):
+                rows = row[mask][: len(list(group))]
+                out.append(self.b(rows).mean(0) * (kind + 1))
+        return torch.stack(out).sum(0) / len(out)
+
+
+@program(batch=padded, ranks=True)
+class AddsToTheSelected(Reader):
+    """As many rows as something else has says how many a mask selects."""
+
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        h = h.clone()
+        extra = self.b.weight.new_ones(int(lengths.sum()), 8).cumsum(0)
+        h[lengths, :] = h[lengths, :].clone() + extra
+        return self.b(h)
+
+
+@program(batch=ragged)
+class WithTheLayersAlike(Reader):
+    """Each layer of a stack reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        for layer in self.layers:
+            first, second = h.split(lengths.tolist(), dim=1)
+            h = torch.cat([layer(first), layer(second).tanh()], dim=1)
+        return self.b(h)
+
+
+@program(batch=ragged)
+class EachLayerReadsAnother(Reader):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        for number, layer in enumerate(self.layers):
+            h = layer(h) * (1 + lengths[number % 2].item()) / 4
+        return self.b(h)
+
+
+@program(batch=ragged)
+class EachWayAProgramOfItsOwn(Reader):
+    """What no program of both ways can do: the inputs alone tell which it is."""
+
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        if lengths[0] > 2:
+            self.last = 1.0
+            return h.sum(-1)
+        return self.b(h), h
+
+
+@program(batch=ragged, refused="keep it a tensor")
+class ReadsWhatItDraws(Reader):
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        most = torch.randint(1, 3, (1,)) + lengths[:1]
+        return self.b(self.a(x)[:, : most.item()])  # refused
+
+
+@program(batch=ragged, refused="keep it a tensor")
+class ReadsWhatItComputes(Reader):
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        most = self.a(x).argmax(-1).clamp(max=3).max() + lengths.min()
+        return self.b(self.a(x)[:, : most.item()])  # refused
+
+
+@program(batch=ragged, refused="keep it a tensor")
+class ReadsABuffer(Reader):
+    """Another value at the next call, which nobody compares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("most", torch.tensor(3))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        most = lengths.max().clamp(max=self.most)
+        return self.b(self.a(x)[:, : most.item()])  # refused
+
+
+@program(batch=ragged, refused="another input in place|changes its input|work on a copy")
+class ChangesWhatItReads(Reader):
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        lengths.add_(1)  # refused
+        return self.b(self.a(x)[:, : lengths.max().item()])
