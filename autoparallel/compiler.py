@@ -34,12 +34,18 @@ from autoparallel.report.explain import headline
 from autoparallel.report.progress import UNSHOWN, Progress
 from autoparallel.runtime.calls.kinds import Kind
 from autoparallel.runtime.gradients.store import GradientStore
-from autoparallel.runtime.parameters.state import lay_out, materialize
+from autoparallel.runtime.parameters.state import aliases_kept, lay_out, materialize
 from autoparallel.runtime.programs.compiled import Body, plain_body
 from autoparallel.runtime.programs.pipeline import attach_stages
 from autoparallel.runtime.programs.runner import Runner
 from autoparallel.runtime.ranks.agreement import Agreement
 from autoparallel.runtime.ranks.dtensors import note_stages
+from autoparallel.text import LOGGER
+
+TAKEN_FOR_GRANTED = (
+    "%s, for all that is known: the microbatches of the pipeline take it to work row by row, forward and backward; "
+    "autoparallel.register_rule() says so of an autograd.Function"
+)
 
 
 @dataclass(frozen=True)
@@ -266,6 +272,8 @@ class Compiler:
         if isinstance(built, LocalProgram):
             self._settle(at_rest)
             return Kind(Runner(built, store, self.model, make_body), plan)
+        if call.trains and captured.weight is not None and captured.weight.mixes:
+            LOGGER.warning(TAKEN_FOR_GRANTED, captured.weight.mixes)
         owners = self.owners or find_owners(built, store.parameters)
         self.owners = owners if request.stages else {}
         self._settle(at_rest)
@@ -311,11 +319,12 @@ class Compiler:
             homes = {name: slices[self.owners[name]] for name in store.parameters}
         if any(_torch.dtensor.local_of(t).is_meta for t in [*store.parameters.values(), *self.model.buffers()]):
             materialize(self.model, layouts, self.mesh, whole_group(bind(self.mesh)), homes)
-        for name, parameter in store.parameters.items():
-            try:
-                lay_out(parameter, layouts[name], homes[name])
-            except RuntimeError as error:
-                raise RuntimeError(f"{name} cannot be given its layout: {error}") from error
+        with aliases_kept(store.parameters):
+            for name, parameter in store.parameters.items():
+                try:
+                    lay_out(parameter, layouts[name], homes[name])
+                except RuntimeError as error:
+                    raise RuntimeError(f"{name} cannot be given its layout: {error}") from error
         store.note_storages()
 
 

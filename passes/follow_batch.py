@@ -113,6 +113,9 @@ def follow_results(captured: Captured, specs: Sequence[Any], statistics: Collect
             (node,) = (x for x in node.all_input_nodes if x is not placeholders[changed[i]])
         if node in walk.problems:
             captured.mixed[i] = walk.problems[node]
+        elif not is_tensor(node) and walk.is_batch(size := node.meta["val"]):
+            if not walk.grows(size):
+                captured.mixed[i] = f"{size} of each microbatch do not add up to that of the batch"
         elif i < len(changed) and walk.placements[node] == Invariant:
             steady.add(changed[i])
         elif i < len(changed) and not (i in sums and walk.is_sum(node)):

@@ -50,7 +50,9 @@ def shared_captures(captured: Captures | None = None, name: str = "") -> Iterato
     """
     known = {} if captured is None else captured
 
-    def shared(model: nn.Module, specs: Any, in_spec: Any, *, loss_fn: Any, training: Any, **sizes: Any) -> Captured:
+    def shared(
+        model: nn.Module, specs: Any, in_spec: Any, leaves: Any, *, loss_fn: Any, training: Any, **sizes: Any
+    ) -> Captured:
         attributes = [
             [(key, value) for key, value in vars(module).items() if isinstance(value, _PLAIN) or is_dataclass(value)]
             for module in model.modules()
@@ -59,7 +61,7 @@ def shared_captures(captured: Captures | None = None, name: str = "") -> Iterato
         tensors = [(path, t.shape, t.dtype, t.requires_grad) for path, t in named]
         key = name, type(model), loss_fn, repr((model, attributes, tensors, training, specs, in_spec, sizes))
         if key not in known:
-            known[key] = capture(model, specs, in_spec, loss_fn=loss_fn, training=training, **sizes)
+            known[key] = capture(model, specs, in_spec, leaves, loss_fn=loss_fn, training=training, **sizes)
         return known[key].copy()
 
     with patch.object(planner, "capture", shared):

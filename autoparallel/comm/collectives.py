@@ -290,7 +290,10 @@ def _slice(x: torch.Tensor, item: _Item, index: int, n: int) -> torch.Tensor:
     size = x.shape[dim]
     if item.extent is None and size % n:
         raise ValueError(f"a dim of {size} rows cannot be cut into {n} equal pieces")
-    return x.narrow(dim, *chunk(size, n, index))
+    part = x.narrow(dim, *chunk(size, n, index))
+    # As a view, an activation's part would keep all of it in memory for the backward.
+    is_activation = x.grad_fn is not None or _torch.autograd.running_backward() >= 0
+    return part.clone(memory_format=torch.contiguous_format) if is_activation else part
 
 
 def _pad(x: torch.Tensor, item: _Item, index: int, n: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import fx
 
 def fingerprint(graph: fx.Graph) -> str:
     """A digest of a captured graph: keys, operators, wiring and shapes; batch sizes count as open."""
+    places = {node: place for place, node in enumerate(graph.nodes)}  # names tell what was there before passes
     lines = []
     texts: dict[tuple[int, Any], str] = {}  # of values, which copied layers share
     for node in graph.nodes:
@@ -24,5 +25,5 @@ def fingerprint(graph: fx.Graph) -> str:
                 if isinstance(v, torch.Tensor)
             ]
             text = texts[id(value), flows] = f"|{shapes}|{flows}"
-        lines.append(f"{meta.get('key')}|{[n.name for n in node.all_input_nodes]}{text}")
+        lines.append(f"{meta.get('key')}|{[places[n] for n in node.all_input_nodes]}{text}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -177,7 +177,12 @@ def function_class(target: Any) -> type[torch.autograd.Function] | None:
 
 def has_own_backward(target: Any) -> bool:
     """Whether the operator's backward is Python of the user's, which must see whole gradients."""
-    return function_class(target) is not None or getattr(target, "runs_hooks", False)
+    return function_class(target) is not None or runs_hooks(target)
+
+
+def runs_hooks(target: Any) -> bool:
+    """Whether hooks of the user's are given the gradient that passes the operator."""
+    return getattr(target, "runs_hooks", False)
 
 
 class Hook(Protocol):

@@ -192,6 +192,7 @@ class Meter(_torch.export.UncompiledMode):
         self._ends: list[float] = []  # when the collectives of the operator that runs are done
         # By ticket: when a collective is done, and the memory that it has until it is waited for.
         self._in_flight: Any = WeakTensorKeyDictionary()
+        self._written: dict[int, int] = {}  # by a mask's storage, the rows that are written in its places
         self._traffic = CountingMode(lambda *volume: self._ends.append(begin(*volume)))
 
     @contextmanager
@@ -217,6 +218,8 @@ class Meter(_torch.export.UncompiledMode):
         self._traffic.count(func, args, kwargs or {})
         end, self._ends = max(self._ends, default=self.clock.now), []
         kwargs = kwargs or {}
+        if name in _BY_INDEX and any(x is not None and x.dtype == torch.bool for x in args[1]):
+            args = self._by_positions(name, *args)
         kind = kind_of(func, args, kwargs)
         result = call_on_meta(kind, func, args, kwargs)
         beside = _workspace(name, args, result, self.profile)
@@ -236,6 +239,21 @@ class Meter(_torch.export.UncompiledMode):
         fused = is_fused(func) and (layer is not None or not self.layered)
         self.clock.compute(self.seconds(name, args, kwargs, result, kind, fused=fused, layer=layer))
         return result
+
+    def _by_positions(self, name: str, x: torch.Tensor, indices: Sequence[Any], *values: Any) -> tuple[Any, ...]:
+        """The arguments of an operator that a mask tells what to take, or where to write, with as many positions in the
+        mask's place as were written there; of one that no write has told, with all."""
+        positions: list[Any] = []
+        for index in indices:
+            if index is None or index.dtype != torch.bool:
+                positions.append(index)
+                continue
+            mark = _torch.tensors.storage_mark(index)
+            if name != "aten::index" and values[0].ndim == x.ndim - index.ndim + 1:
+                self._written[mark] = values[0].shape[0]
+            count = self._written.get(mark, index.numel())
+            positions += [index.new_empty(count, dtype=torch.int64)] * index.ndim
+        return x, positions, *values
 
     def _follow_module(self) -> None:
         self.clock.module = _torch.autograd.marked_module() or self.clock.module
@@ -303,6 +321,9 @@ class Meter(_torch.export.UncompiledMode):
             if "attention" in name:
                 flops /= self.profile.attention
         return self.profile.compute_seconds(flops, _torch.tensors.bytes_in((inputs, outputs)), dtype)
+
+
+_BY_INDEX = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
 
 def _workspace(name: str, args: Sequence[Any], result: Any, profile: Profile) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import batch_dim
 from autoparallel.graph.captured import Captured, explain_ambiguity, is_loss
+from autoparallel.graph.lines import line_of
+from autoparallel.operators.opaque import runs_hooks
 
 
 def require_stageable(captured: Captured, outputs: str, microbatches: int, differentiated: bool) -> None:
@@ -52,6 +54,11 @@ def why_whole(captured: Captured, outputs: str) -> str:
         return (
             f"the losses of microbatches cannot be put together: {weight.problem}. Pass a loss_fn that returns (sum, "
             "count) to compile(), or use one microbatch"
+        )
+    if hooks := [node for node in captured.graph.nodes if runs_hooks(node.target)]:
+        return (
+            f"a hook is given the gradient of each microbatch, not of the batch ({line_of(hooks[0])}): use one "
+            "microbatch, or an autograd.Function in its place, which is taken to work row by row"
         )
     for i in {*kept_outputs(captured, outputs)} - {captured.objective, captured.weight_output}:
         key = captured.results[i].meta["key"]

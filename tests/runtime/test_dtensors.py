@@ -97,6 +97,91 @@ def test_draws_averages_and_lists(axis: str, plan: str) -> None:
         assert found == dict.fromkeys(found, 0.0)
 
 
+DRAWS: dict[str, Any] = {
+    "exponential_": lambda p: p.exponential_(),
+    "geometric_": lambda p: p.geometric_(0.5),
+    "cauchy_": lambda p: p.cauchy_(),
+    "log_normal_": lambda p: p.log_normal_(),
+    "random_": lambda p: p.random_(0, 100),
+    "poisson": lambda p: p.copy_(torch.poisson(p.abs() * 3)),
+    "normal of means": lambda p: p.copy_(torch.normal(p, p.abs())),
+    "rrelu": lambda p: p.copy_(F.rrelu(p, training=True)),
+    "gumbel_softmax": lambda p: p.copy_(F.gumbel_softmax(p)),
+    "multinomial": lambda p: p.copy_(torch.multinomial(p.abs(), 8).double()),
+    "eye_": nn.init.eye_,
+    "orthogonal_": nn.init.orthogonal_,
+}
+"""What is drawn, or made, of a weight, of which torch's ``DTensor`` does not know that it is of the whole."""
+
+
+def _other_draws(plan: str) -> dict[str, float]:
+    plain = nn.Linear(8, 8).double()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = autoparallel.compile(copy.deepcopy(plain), mesh, plan=plan)
+    model.prepare(torch.randn(4, 8, dtype=torch.float64))
+    found: dict[str, float] = {"cut": float("S" not in str(model.weight.placements))}
+    for name, draw in DRAWS.items():
+        for m in (model, plain):
+            torch.manual_seed(3)
+            with torch.no_grad():
+                m.weight.copy_(torch.arange(64, dtype=torch.float64).view(8, 8).sin())
+                draw(m.weight)
+        found[name] = float((model.weight.full_tensor() - plain.weight).detach().abs().max())
+        found[f"the number after {name}"] = float(torch.rand(1) - torch.rand(1, generator=_after(draw)))
+    turned = raised(lambda: nn.init.orthogonal_(torch.empty_like(model.weight.detach())[:4]))
+    found["turned"] = float("model.whole()" not in (turned or ""))
+    return found
+
+
+def _after(draw: Any) -> torch.Generator:
+    """A generator that stands where one process's does when it has drawn."""
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    draw(torch.arange(64, dtype=torch.float64).view(8, 8).sin())
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    torch.set_rng_state(state)
+    torch.rand(1)
+    return generator
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
+def test_all_draws_are_of_the_whole(plan: str) -> None:
+    for found in run_on_ranks(_other_draws, plan, world_size=2):
+        assert found == dict.fromkeys(found, 0.0)
+
+
+def _references(plan: str, axis: str) -> dict[str, Any]:
+    """Tensors that share a parameter's memory, taken before it has its layout."""
+    torch.manual_seed(0)
+    plain = Net().double()
+    options = {"pipeline": autoparallel.Pipeline("1f1b", 2)} if axis == "pp" else {}
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    model: Any = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=F.mse_loss, plan=plan, **options)
+    states = [m.state_dict() for m in (model, plain)]
+    lists = [[p.data for p in m.parameters()] for m in (model, plain)]
+    x, y = batch(0)
+    for m, values in zip((model, plain), lists, strict=True):
+        loss = m(x, y) if m is model else F.mse_loss(m(x), y)
+        loss.backward()
+        torch.optim.SGD(m.parameters(), lr=0.5).step()
+        for value in values:
+            value.clamp_(-0.2, 0.2)
+    largest = [max(float(p.abs().max()) for p in weights(m).values()) for m in (model, plain)]
+    here = [n for n, p in model.named_parameters() if p.device_mesh.get_coordinate() is not None]
+    return {
+        "parameters": weights_off(weights(model), weights(plain)),
+        "clamped": abs(largest[1] - 0.2),
+        "states": max(float((states[0][n].full_tensor() - states[1][n]).abs().max()) for n in here),
+    }
+
+
+@pytest.mark.parametrize(("plan", "axis"), [("fsdp", "dp"), ("tensor_parallel", "dp"), ("auto", "pp")])
+def test_references_taken_before_the_first_call_stay_references(plan: str, axis: str) -> None:
+    for found in run_on_ranks(_references, plan, axis, world_size=2):
+        assert max(found.values()) < 1e-12, found
+
+
 def _copy_plain(axis: str) -> dict[str, float]:
     options = {"pipeline": autoparallel.Pipeline("1f1b", 2)} if axis == "pp" else {"plan": "fsdp"}
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))

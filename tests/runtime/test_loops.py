@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Callable
@@ -107,6 +108,30 @@ def test_adapters_on_a_frozen_base(base: torch.dtype, plan: str) -> None:
     for results in run_on_ranks(_adapted, base, plan, world_size=2):
         assert results.pop("base") == 0.0 == results.pop("vacuous"), "the frozen base has moved"
         assert all(v < (1e-9 if base is torch.float64 else 2e-2) for v in results.values()), results
+
+
+def _penalised(plan: str) -> float:
+    """A penalty of parameters beside the loss, in a window whose gradients are still summands."""
+    model, plain = compiled_pair(plan=plan)
+    for steps in (2, 3):
+        for i in range(steps):
+            x, y = batch(i)
+            with contextlib.nullcontext() if i == steps - 1 else model.no_sync():
+                loss = model(x, y) / steps
+                (loss + sum(0.1 * p.square().sum() + p.abs().sum() for p in model.parameters())).backward()
+            penalty = sum(0.1 * p.square().sum() + p.abs().sum() for p in plain.parameters())
+            (F.mse_loss(plain(x), y) / steps + penalty).backward()
+        if steps == 2:
+            for m in (model, plain):
+                m.zero_grad()
+    return max(
+        gradients_off(model, plain), off(model.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+    )
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
+def test_a_penalty_of_parameters_under_no_sync(plan: str) -> None:
+    assert max(run_on_ranks(_penalised, plan, world_size=2)) < 1e-12
 
 
 class Finetuned(nn.Module):

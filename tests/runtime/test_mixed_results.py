@@ -40,10 +40,13 @@ BUFFERS: dict[str, Callable[[Any, Tensor], Any]] = {
     "calls are counted": lambda m, h: (m.seen.add_(1), None)[1],
     "what is counted scales": lambda m, h: m.seen.mul_(2),
     "sums over rows": lambda m, h: (m.seen.add_(h.sum()), None)[1],
+    "rows are counted": lambda m, h: (m.seen.add_(3 * h.shape[0]), None)[1],
+    "elements are counted": lambda m, h: (m.seen.add_(h.numel()), None)[1],
 }
 REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
     "an average": lambda m, h: (m.seen.mul_(0.9).add_(0.1 * h.mean()), None)[1],
     "a mean": lambda m, h: (m.seen.add_(h.mean()), None)[1],
+    "more than rows": lambda m, h: (m.seen.add_(2 * h.shape[0] + 1), None)[1],
     "the last batch": lambda m, h: (m.seen.copy_(h.square().sum()), None)[1],
 }
 OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -89,7 +92,20 @@ def _results() -> tuple[dict[str, float], dict[str, str | None]]:
         refused[name] = raised(
             lambda name=name: pair(lambda m, h: None, OUTPUTS[name], outputs="gather")[1](x, y)  # type: ignore[misc]
         )
+    hooked = {
+        "of a module": lambda m: m.down.register_full_backward_hook(lambda module, before, after: (before[0],)),
+        "of a tensor": lambda m: m.up.register_forward_hook(_hook),
+    }
+    for name, add in hooked.items():
+        torch.manual_seed(0)
+        plain = Mixed(lambda m, h: None, _alone).double()
+        add(plain)
+        refused[name] = raised(lambda plain=plain: autoparallel.compile(plain, mesh)(x, y))
     return worst, refused
+
+
+def _hook(module: nn.Module, args: Any, out: Tensor) -> None:
+    out.register_hook(lambda grad: grad / grad.norm())
 
 
 def test_microbatches_make_what_the_batch_does_or_are_refused() -> None:
@@ -97,4 +113,5 @@ def test_microbatches_make_what_the_batch_does_or_are_refused() -> None:
         assert max(worst.values()) < 1e-12, worst
         for name, text in refused.items():
             what = "the buffer seen otherwise" if name in REFUSED else "is not what microbatches make"
+            what = "a hook is given the gradient of each microbatch" if name.startswith("of a") else what
             assert text is not None and text.startswith("PlanError") and what in text, (name, text)

@@ -240,6 +240,13 @@ def explain_failure(error: Exception, model: nn.Module, in_loss: bool) -> str:
         advice = next((line.strip().removeprefix("Hint: ") for line in text.splitlines() if "Hint: " in line), "")
         text = next((line for line in text.splitlines()[1:] if line.strip()), text)
         advice = advice.rstrip(".") or "write it without a higher-order operator"
+    elif ".numpy() is not supported" in text:
+        text = "a tensor is given to numpy, or to scipy"
+        advice = (
+            "compute what they do in the loop, of what the model returns (a matching loss of a detector: "
+            "outputs = model(pixel_values), then its loss function of the outputs and the labels, which is "
+            "differentiated); or put it into a custom operator (torch.library.custom_op)"
+        )
     elif ".item()" in text:
         advice = "a tensor's value is read into Python: keep it a tensor"
     elif "functorch tensor" in text or "Expected FakeTensor" in text:  # the latter of torch 2.11, of torch.func.jvp

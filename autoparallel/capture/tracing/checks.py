@@ -73,7 +73,8 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return _torch.export.guard_strictly(tensor)
     of_torch = frame.f_code.co_filename.startswith(_torch.export.FOLDER)
     value = None if of_torch else _question(func, *args, **kwargs)
-    return func(*args, **kwargs) if value is None else trace.ask(value, line_of_frame(frame))
+    key = str(tensor) if func is _SYM_BOOL else ""
+    return func(*args, **kwargs) if value is None else trace.ask(value, line_of_frame(frame), key)
 
 
 def _question(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Tensor | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -153,8 +154,6 @@ class InputsRead:
     def read(self, function: Callable[..., Any], tensor: Any) -> Any:
         """What a function reads of a tensor's values; None where they do not follow from inputs alone, or are no whole
         numbers, of which there is another one in each batch."""
-        if tensor.is_floating_point() or tensor.is_complex():
-            return None
         try:
             source = self._source(tensor)
         except _NotOfInputsError:
@@ -171,6 +170,8 @@ class InputsRead:
             if self._draws:
                 return None
             answer = function(value.clone())
+        if not _is_whole(answer):
+            return None
 
         def read(values: Tensor) -> Hashable:
             return freeze(function(values))
@@ -181,6 +182,14 @@ class InputsRead:
     def taken(self) -> ValuesRead:
         """All that was read."""
         return ValuesRead(self._reads, shapes_of(self._leaves))
+
+
+def _is_whole(answer: Any) -> bool:
+    if isinstance(answer, list | tuple):
+        return all(map(_is_whole, answer))
+    if isinstance(answer, np.ndarray | np.generic):
+        return answer.dtype.kind in "iub"
+    return isinstance(answer, int)
 
 
 def _count(mask: Tensor) -> int:

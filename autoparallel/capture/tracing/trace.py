@@ -104,6 +104,7 @@ class Trace:
         self._regions: list[tuple[fx.Graph | None, int]] = []  # that the model is in
         self.counting: dict[int, tuple[Tensor, int]] = {}
         self.fixed: dict[int, str] = {}
+        self._answered: dict[str, bool] = {}  # by key
         self.drawn: list[tuple[str, weakref.ref[Any]]] = []
         self.left_out = left_out
         self.listening = True
@@ -121,17 +122,24 @@ class Trace:
         entry = self.counting.get(id(x))
         return entry is not None and entry[1] == x._version
 
-    def ask(self, value: Tensor, line: str) -> bool:
+    def ask(self, value: Tensor, line: str, key: str = "") -> bool:
         """What Python is told that asks whether a tensor holds.
+
+        Args:
+            key: of what is asked; of what has been asked before the answer is known.
 
         Raises:
             CaptureError: where it asks too often.
         """
+        if key in self._answered:
+            return self._answered[key]
         number = len(self.questions)
         if number == self.answers.most:
             what = f"Python asks for a tensor's value for the {number + 1}th time, and every question doubles the ways"
             raise refusal(f"{what} that a call may take,", line, INSTEAD_OF_WAYS)
         self.questions.append(Question(value.detach().clone(), line))
+        if key:
+            self._answered[key] = self.answers[number]
         return self.answers[number]
 
     @property

@@ -80,6 +80,14 @@ def _stack(data: Any, dtype: torch.dtype) -> Tensor:
     return data.detach().to(dtype) if isinstance(data, Tensor) else torch.tensor(data, dtype=dtype)
 
 
+def _masked_select(_: Trace, func: Any, input: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    """What an index by the mask selects: two of one mask are of one size."""
+    if options:
+        return func(input, mask, **options)
+    x, where = torch.broadcast_tensors(input, mask)
+    return x[where]
+
+
 def _pack(*_: Any, **__: Any) -> NoReturn:
     raise refuse(
         "pack_padded_sequence reads the lengths of sequences",
@@ -97,6 +105,7 @@ def _ctc_loss(*_: Any, **__: Any) -> NoReturn:
 
 READING: dict[Any, Callable[..., Any]] = {
     torch.cov: _cov, Tensor.cov: _cov, torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef,
+    torch.masked_select: _masked_select, Tensor.masked_select: _masked_select,
     torch.combinations: _combinations, torch.tensor: _tensor, torch.ctc_loss: _ctc_loss, F.ctc_loss: _ctc_loss,
     _torch.nn.pack_padded_sequence: _pack,
 }  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,6 +23,7 @@ from autoparallel.placements import Invariant, Layout, to_dtensor_placements
 from autoparallel.runtime.parameters.hooks import move_hooks, require_own_hooks
 from autoparallel.runtime.parameters.initial_values import find_units, set_already
 from autoparallel.runtime.parameters.slices import as_parameter, local_slice
+from autoparallel.text import LOGGER
 
 T = TypeVar("T")
 
@@ -141,6 +144,32 @@ def lay_out(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
     with torch.no_grad():
         local = local_slice(_torch.dtensor.local_of(parameter).detach(), layout, mesh)
     _swap(parameter, _remade(parameter, _torch.dtensor.from_part(local, mesh, placements, parameter.shape)))
+
+
+ALIASED = (
+    "a view of %s that was made before the model's first call keeps the values of then: the plan has given the "
+    "parameter other memory. Make it after the first call, or after model.prepare(...)"
+)
+
+
+@contextmanager
+def aliases_kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Inside, parameters are laid out; what shares the memory of one, as ``state_dict()`` and ``p.data`` do, shares it
+    afterwards, too."""
+    names = {_torch.tensors.storage_mark(_torch.dtensor.local_of(p)): name for name, p in parameters.items()}
+    aliases = [
+        (name, x)
+        for x in gc.get_objects()
+        if type(x) is DTensor and not isinstance(x, nn.Parameter)
+        and (name := names.get(_torch.tensors.storage_mark(_torch.dtensor.local_of(x)))) is not None
+    ]  # fmt: skip
+    yield
+    for name, alias in aliases:
+        parameter = parameters[name]
+        if alias.shape == parameter.shape:
+            _torch.dtensor.become(alias, parameter.detach())  # type: ignore[arg-type]
+        elif _torch.tensors.storage_mark(_torch.dtensor.local_of(parameter)) not in names:
+            LOGGER.warning(ALIASED, name)
 
 
 def _swap(parameter: nn.Parameter, new: nn.Parameter) -> None:

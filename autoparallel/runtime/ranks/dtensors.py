@@ -20,12 +20,13 @@ tensor that lies on another stage, where torch says 0.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
@@ -34,13 +35,29 @@ from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere,
 from autoparallel.runtime.ranks.agreement import agree_on
 from autoparallel.runtime.ranks.writes import replicated, watch_positions
 
+_ATEN = torch.ops.aten
+_FILLED = ("exponential_", "geometric_", "cauchy_", "log_normal_", "random_")
+"""Operators that fill a tensor with random numbers, and of which torch does not know that they do."""
+
+_SAMPLED = (
+    "poisson", "multinomial", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise",
+    "rrelu_with_noise_", "normal",
+)  # fmt: skip
+"""Operators that draw as many numbers as the values of their operands say, or of several operands."""
+
+_TURNED = ("t_", "transpose_", "swapaxes_", "swapdims_")
+
 
 def handle_operators(device: str) -> None:
     """Has random operators and ``.item()`` of ``DTensor``s do what one process does; ``device`` is the mesh's kind."""
     if device == "cpu" and not torch.accelerator.is_available():
         _torch.dtensor.handle_operators(_torch.dtensor.random_operators(), draw_whole)
+        _torch.dtensor.handle_first(_torch.dtensor.operators_of(_FILLED), lambda _, *call: draw_whole(*call))
+        _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_SAMPLED), sample_whole)
     _torch.dtensor.handle_operators([torch.ops.aten._local_scalar_dense.default], whole_number)
     watch_positions()
+    _torch.dtensor.handle_operators((_ATEN.eye.out, _ATEN.eye.m_out), fill_whole)
+    _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_TURNED), refuse_turning)
     _torch.dtensor.handle_operators(_torch.dtensor.list_operators(), on_lists)
     _torch.dtensor.handle_operators([torch.ops.aten.stack.default], on_stack)
 
@@ -71,6 +88,92 @@ def draw_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return pytree.tree_map_only(
         Tensor, lambda x: as_parameter(local_view(x, layout, spec.mesh).clone(), operand), drawn
     )
+
+
+def sample_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator draws that reads the values of ``DTensor``s (see [Note: draws on DTensors]).
+
+    Raises:
+        RuntimeError: on every rank, where they lie on one stage of a pipeline, which the ranks of others do not know.
+    """
+    tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, DTensor)]
+    first = tensors[0]
+    if not _STAGES.isdisjoint(x.device_mesh for x in tensors):
+        raise RuntimeError(
+            f"{operator} draws as the values of tensors say that lie on one stage of a pipeline\n"
+            "What to change: draw on plain tensors (model.full_parameters() gives each parameter whole)."
+        )
+
+    def as_it_lies(whole: Tensor, tensor: DTensor) -> Tensor:
+        return local_view(whole, from_dtensor_placements(tuple(tensor.placements)), tensor.device_mesh)
+
+    wholes = {id(x): _torch.dtensor.gather(x).clone() for x in tensors}
+    given = pytree.tree_map_only(DTensor, lambda x: wholes[id(x)], (tuple(args), dict(kwargs)))
+    drawn = operator(*given[0], **given[1])
+    for value, argument in zip(args, operator._schema.arguments, strict=False):
+        if isinstance(value, DTensor) and argument.alias_info is not None and argument.alias_info.is_write:
+            _torch.dtensor.local_of(value).copy_(as_it_lies(wholes[id(value)], value))
+    if drawn is given[0][0]:
+        return first
+    alike = drawn.shape == first.shape and not any(p.is_partial() for p in first.placements)
+    if not alike:
+        return replicated(drawn, first.device_mesh)
+    return as_parameter(as_it_lies(drawn, first).clone(), first)
+
+
+def fill_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator writes into ``out``: this rank's part of it."""
+    out = kwargs["out"]
+    local, layout = _torch.dtensor.local_of(out), from_dtensor_placements(tuple(out.placements))
+    whole = operator(*args, **{**kwargs, "out": local.new_empty(out.shape)})
+    local.copy_(local_view(whole, layout, out.device_mesh))
+    return out
+
+
+def refuse_turning(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
+    """Raises RuntimeError: the shape of a ``DTensor`` is that which it was made with."""
+    raise RuntimeError(
+        f"{operator} exchanges dims in place, as nn.init.orthogonal_ does of a wide weight, which a DTensor cannot\n"
+        "What to change: use x.transpose(...); initialise such a weight before compile(), or whole (with model.whole() "
+        "as plain: nn.init.orthogonal_(plain.layer.weight))."
+    )
+
+
+@cache
+def watch_summands() -> None:
+    """Has autograd add the gradient of a term beside the model (``0.01 * p.square().sum()``), which lies as ``p``, to
+    what is still a summand: from the first one on that is kept."""
+    _torch.dtensor.handle_first([_ATEN.add.Tensor, _ATEN.add_.Tensor], add_to_summand)
+
+
+def add_to_summand(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A sum of ``DTensor``s, of which one may be a sum over the ranks and the other no part of one; torch has no way
+    from the latter to the former."""
+    first, *rest = args
+    if rest and isinstance(first, DTensor) and isinstance(rest[0], DTensor):
+        args = (first, _as_summand(rest[0], first), *rest[1:])
+    if earlier is not None:
+        return earlier(operator, args, kwargs)
+    with _torch.dtensor.leave_to_torch(operator):
+        return operator(*args, **kwargs)
+
+
+def _as_summand(value: DTensor, summand: DTensor) -> DTensor:
+    """A ``DTensor`` as another lies, where that is a sum over ranks and this one is not; else as it is."""
+    mesh, pairs = value.device_mesh, [*zip(value.placements, summand.placements, strict=True)]
+    fits = mesh == summand.device_mesh and all(q.is_partial() or p.is_replicate() or p == q for p, q in pairs)
+    if not fits or not any(p.is_shard() and q.is_partial() for p, q in pairs):
+        return value
+    whole = _torch.dtensor.local_of(value).new_zeros(value.shape)
+    coordinate = mesh.get_coordinate()
+    if coordinate is not None and not any(
+        at and p.is_replicate() and q.is_partial() for at, (p, q) in zip(coordinate, pairs, strict=True)
+    ):
+        layout = from_dtensor_placements(tuple(value.placements))
+        local_view(whole, layout, mesh).copy_(_torch.dtensor.local_of(value))
+    kept = tuple(Replicate() if q.is_partial() else q for _, q in pairs)
+    part = local_view(whole, from_dtensor_placements(kept), mesh)
+    return _torch.dtensor.from_part(part.contiguous(), mesh, tuple(summand.placements), value.shape)
 
 
 def whole_number(operator: Any, args: Sequence[Any], _: Mapping[str, Any]) -> Any:
