@@ -218,7 +218,8 @@ def compile(
     )  # fmt: skip
     prefix = bind(mesh)
     with Progress(type(model).__name__, agreement.is_first).phase("parameters"):
-        tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
+        named = [*model.named_parameters(), *_torch.tensors.sorted_buffers(model)]
+        tensors = [t.detach() for _, t in named if t.device.type != "meta"]
         broadcast(tensors, agreement.ranks, whole_group(prefix))
         make_dtensors(model, mesh)
     handle_operators(mesh.device_type)
@@ -326,7 +327,11 @@ def _is_open(mesh: DeviceMesh | None) -> bool:
 
 
 def _require_same_model(agreement: Agreement, model: nn.Module, request: Request, **options: object) -> None:
-    tensors = _torch.tensors.named_tensors(model)
+    named = dict(_torch.tensors.named_tensors(model))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    tensors = [(n, t) for n, t in named.items() if n not in buffers] + sorted(
+        buffers.items(), key=lambda entry: entry[0]
+    )
     plan = request.plan
     of_request = "memory_limit", "outputs", "open_means", "precision"
     options |= {name: getattr(request, name) for name in of_request} | {"hardware": request.profile}

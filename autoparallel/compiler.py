@@ -19,6 +19,7 @@ from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.calls import Call, sizes_of
 from autoparallel.graph.captured import Captured, CaptureError, InputSpec
 from autoparallel.graph.garbage import FEW, collected_rarely
+from autoparallel.passes.sort_calls import sort_calls
 from autoparallel.placements import Invariant, format_layout, parse_layout
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.meshes import MeshSearch
@@ -96,6 +97,7 @@ class Compiler:
         self.at_rest: dict[str, ParameterPlan] | None = None
         self.first: Plan | None = None
         self._progress = UNSHOWN
+        self._sorts_calls = False  # of graphs, because ranks have traced them in other orders
         self._alike = [weakref.ref(self)]  # the compilers of this model and of its copies
         self._lie_on(mesh, request)
         if settings.lent and not isinstance(request.plan, Plan):
@@ -104,6 +106,7 @@ class Compiler:
     def _lie_on(self, mesh: DeviceMesh, request: Request) -> None:
         self.mesh, self.request = mesh, request.on(tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)))
         self.planner = Planner(self.model, self.request, cache=self.settings.cache)
+        self.planner.sorts_calls = self._sorts_calls
 
     def copied(self, model: nn.Module) -> Compiler:
         """What compiles a copy of the model, with a store of its own.
@@ -230,7 +233,11 @@ class Compiler:
             with self.agreement.together():
                 self._require_same_names()
                 captured = self.planner.capture(call, training=training)
-            self.agreement.require_same_text("the ranks have different programs:", str(captured.graph))
+            if not self._sorts_calls and not self.agreement.is_same_text(str(captured.graph)):
+                self._sorts_calls = self.planner.sorts_calls = True
+                captured = sort_calls(captured)
+            if self._sorts_calls:
+                self.agreement.require_same_text("the ranks have different programs:", str(captured.graph))
             return captured
 
     def _require_same_names(self) -> None:

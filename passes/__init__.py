@@ -8,7 +8,7 @@ In the order in which a model meets them:
   ``ungroup_experts``), ``unflatten_products``, ``raise_row_views``, ``interleave_projections``, ``mark_gradients``,
   ``weigh_loss`` (which follows rows with ``follow_batch``), ``name_nodes``, ``mark_layers``;
 - a captured graph: ``pad_vocabulary``, ``leave_out_layers``, ``mark_batch``, ``cut_stages``; ``adapt_captured`` says
-  when;
+  when; ``sort_calls``, where ranks have traced them in other orders;
 - what becomes a rank's program: ``set_device``, ``settle_interleaving``, ``specification``, ``insert_collectives``,
   ``hoist_parameter_chains``, ``bucket_collectives``, ``find_divisors``, ``chunk_linears``, ``recompute_layers``,
   ``chunk_loss``, and ``overlap_collectives`` or ``split_weight_gradients``;

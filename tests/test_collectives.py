@@ -226,3 +226,20 @@ def test_packed_tensors_are_copies(count: int) -> None:
     for copy in pack(tensors):
         copy.zero_()
     assert all(bool((x == 1).all()) for x in tensors)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_part_of_an_activation_does_not_keep_all_of_it(dim: int) -> None:
+    """Of a parameter, which is there in any case, it is a view."""
+
+    def rank(index: int) -> tuple[int, int, int]:
+        leaf = torch.randn(8, 8, requires_grad=True)
+        parts = [redistribute(x, "I", f"S{dim}", "mesh0/tp") for x in (2 * leaf, leaf)]
+        gathered: list[int] = []
+        local = torch.randn(8, 8, requires_grad=True)
+        whole = redistribute(1 * local, f"S{dim}", "I", "mesh0/tp")
+        local.register_hook(lambda grad: gathered.append(grad.untyped_storage().nbytes()))
+        whole.sum().backward()
+        return *(part.untyped_storage().nbytes() // part.nbytes for part in parts), gathered[0] // local.nbytes
+
+    assert simulate(rank, (2,), ("tp",)) == [(1, 2, 1)] * 2

@@ -178,6 +178,17 @@ class TestFingerprints:
         second = self.of(build("gpt", seed=5).model, *case.make_batch(3, 24)[0], loss_fn=case.loss_fn)
         assert first == second, "other weights, other data and another batch size are the same graph"
 
+    def test_names_that_passes_have_used_up_do_not_count(self) -> None:
+        graph = captured(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.GELU()), torch.rand(8, 4)).graph
+        before = fingerprint(graph)
+        call = next(node for node in graph.nodes if node.op == "call_function")
+        with graph.inserting_before(call):
+            again = graph.call_function(call.target, call.args, call.kwargs)
+        again.meta = dict(call.meta)
+        call.replace_all_uses_with(again)
+        graph.erase_node(call)
+        assert again.name != call.name and fingerprint(graph) == before
+
     @pytest.mark.slow
     def test_they_are_the_same_in_another_process(self, tmp_path) -> None:
         """Hashes of strings differ from process to process; a fingerprint must not."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
@@ -200,6 +200,17 @@ def keep_lines_of(function: object) -> None:
     note = getattr(torch.fx.proxy, "_register_stack_trace_anchor", None)
     if note is not None:
         note(function)
+
+
+def name_anew(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Gives nodes of a graph the names that it would give them if it was made now, in this order."""
+    renamed = set(nodes)
+    names = graph._graph_namespace = fx.graph._Namespace()
+    for node in graph.nodes:
+        if node not in renamed:
+            names.create_name(node.name, node)
+    for node in nodes:
+        node.name = names.create_name(graph._target_to_str(node.target), node)
 
 
 def import_tracer() -> None:

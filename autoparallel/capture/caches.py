@@ -14,6 +14,8 @@ from typing import Any
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoparallel.graph.nesting import unflatten
+
 ASKING = ("use_cache", "cache", "past_key_values", "cache_params")
 """The arguments by which a call asks for a cache, or brings one."""
 
@@ -54,7 +56,8 @@ def without_caches(outputs: Any) -> Any:
     def is_leaf(value: Any) -> bool:
         return _is_cache(value) or _holds_cache(value)
 
-    return pytree.tree_map(lambda x: gone(x) if is_leaf(x) else x, outputs, is_leaf=is_leaf)
+    leaves, spec = pytree.tree_flatten(outputs, is_leaf=is_leaf)
+    return unflatten([gone(x) if is_leaf(x) else x for x in leaves], spec) if any(map(is_leaf, leaves)) else outputs
 
 
 def _holds_cache(value: Any) -> bool:

@@ -262,6 +262,11 @@ class Captured:
         """Whether caches of generation are among the outputs."""
         return HeldCache.__name__ in str(self.output_spec)
 
+    @cached_property
+    def returns_fields(self) -> bool:
+        """Whether outputs of transformers are returned, whose fields have an order of their own."""
+        return "Output" in str(self.output_spec)
+
     def copy(self) -> Captured:
         """The same graph once more, for another program to be made of."""
         return replace(self, module=_torch.export.graph_module(copy_graph(self.graph)))

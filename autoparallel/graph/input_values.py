@@ -89,11 +89,12 @@ class Values:
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         self._leaves = leaves
+        self._inputs: dict[int, Tensor] = {}
         self._results: dict[Step, list[Any]] = {}
 
     def of(self, source: Source) -> Tensor:
         """The values of a tensor, which nobody may change."""
-        with _torch.export.unwatched(), torch.no_grad():
+        with _torch.export.unwatched(), torch.no_grad(), torch.autocast("cpu", enabled=False):
             for step in sorted(_steps_before(source, self._results), key=lambda step: step.number):
                 self._results[step] = step.run(self._value)
             return self._value(source)
@@ -101,8 +102,9 @@ class Values:
     def _value(self, source: Source) -> Tensor:
         if isinstance(source, Result):
             return self._results[source.step][source.place]
-        value: Tensor = self._leaves[source.place]
-        return value.detach().cpu()
+        if source.place not in self._inputs:
+            self._inputs[source.place] = self._leaves[source.place].detach().cpu()
+        return self._inputs[source.place]
 
 
 def _steps_before(source: Source, left_out: Collection[Step] = ()) -> Iterator[Step]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import UserDict
-from collections.abc import Iterable
+from collections import OrderedDict, UserDict
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,26 @@ def flatten(values: Any, caches: list[Any] | None = None) -> tuple[list[Any], py
         else:
             torch.export.register_dataclass(kind)
     return flatten(values, caches) if unknown else (leaves, spec)
+
+
+def unflatten(leaves: Iterable[Any], spec: pytree.TreeSpec) -> Any:
+    """Nested values of their leaves; what is a dict and a dataclass, as outputs of transformers are, has its entries in
+    the order in which they were set."""
+    value = pytree.tree_unflatten(leaves, spec)
+    _sort_entries(value, spec)
+    return value
+
+
+def _sort_entries(value: Any, spec: pytree.TreeSpec) -> None:
+    parts = (
+        list(value.values()) if isinstance(value, Mapping) else list(value) if isinstance(value, list | tuple) else []
+    )
+    if isinstance(value, OrderedDict) and dataclasses.is_dataclass(value):
+        parts = [value[key] for key in spec.context]
+        for key in spec.context:
+            value.move_to_end(key)
+    for part, child in zip(parts, spec.children(), strict=False):
+        _sort_entries(part, child)
 
 
 def _holds_tensors(leaf: Any) -> bool:

@@ -20,6 +20,7 @@ from autoparallel.decisions.prediction import LatePrediction, Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.passes.mark_batch import mark_batch
+from autoparallel.passes.sort_calls import sort_calls
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.candidates.proposals import proposals
@@ -38,10 +39,14 @@ class Planner:
 
     Args:
         cache: of plans that were searched before.
+
+    Attributes:
+        sorts_calls: whether the calls of graphs are sorted, because ranks have traced them in other orders.
     """
 
     def __init__(self, model: nn.Module, request: Request, cache: PlanCache | None = None) -> None:
         self.model, self.request, self.cache = model, request, cache
+        self.sorts_calls = False
         self._predicted: tuple[Plan, tuple[Any, ...], tuple[LocalProgram, Prediction] | None] | None = None
         # When the gradient of each parameter is reduced; within a limit that is chosen on the first program that
         # trains, for all kinds of calls, and None before.
@@ -71,7 +76,7 @@ class Planner:
         )
         if not captured.batches:
             mark_batch(captured)
-        return captured
+        return sort_calls(captured) if self.sorts_calls else captured
 
     def search(
         self,

@@ -1,5 +1,5 @@
-"""From a plan to what one rank runs.  May import ``decisions``, ``graph``, ``passes``, ``pipeline``, ``placements``,
-``plan`` and ``rules``.
+"""From a plan to what one rank runs.  May import ``decisions``, ``graph``, ``operators``, ``passes``, ``pipeline``,
+``placements``, ``plan`` and ``rules``.
 
 - ``passes``: THE list of passes.
 - ``program``: a rank's program, and what it is made for.

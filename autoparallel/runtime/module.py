@@ -30,6 +30,7 @@ from autoparallel.runtime.gradients.accumulation import T, Window, windows
 from autoparallel.runtime.norms.clipping import Clipper
 from autoparallel.runtime.norms.limits import ClipGradNorm, Groups, Limit, Nonfinite, Norms
 from autoparallel.runtime.parameters.state import copy_parameter
+from autoparallel.runtime.ranks.dtensors import watch_summands
 from autoparallel.runtime.ranks.exchange import Exchange
 from autoparallel.runtime.ranks.randomness import STREAM, from_tensor, may_draw, to_tensor
 from autoparallel.runtime.ranks.replicas import Replicas
@@ -214,6 +215,7 @@ class ParallelModule(Face):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulates gradients without communication; the next backward outside reduces their sum, once."""
+        watch_summands()
         before, self._store.synchronise = self._store.synchronise, False
         try:
             yield
@@ -246,6 +248,7 @@ class ParallelModule(Face):
             ValueError: when the weight of the loss cannot be told; before anything is sent.
             RuntimeError: when gradients were left over before, or are cleared in the middle of, a window.
         """
+        watch_summands()
         return windows(self._store, steps, batches, weights)
 
     @overload

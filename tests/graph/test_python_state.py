@@ -356,15 +356,15 @@ class TestPythonState:
         state.add("a", table, "a")
         state.add("b", table, "b")
         state.add("gone", table, "gone")
-        assert state.changed() is None
+        assert state.changed(()) is None
         table["a"] = True
-        assert state.changed() == "a" and state.describe("a") == ("1", "True")
+        assert state.changed(()) == "a" and state.describe("a") == ("1", "True")
         table["a"] = 1
         table["b"][1]["c"] = 3.0
-        assert state.changed() == "b"
+        assert state.changed(()) == "b"
         table["b"][1]["c"] = 2.0
         table["gone"] = 0
-        assert state.changed() == "gone"
+        assert state.changed(()) == "gone"
 
     def test_places_that_are_called_alike_are_told_apart(self) -> None:
         tables: list[dict[str, Any]] = [{"a": 1}, {"a": [1]}, {"a": 1}]
@@ -376,7 +376,7 @@ class TestPythonState:
         assert list(state) == ["a", "a (3)", "a (2)"]
         for table, label in zip(tables, ("a", "a (2)", "a (3)"), strict=True):
             before, table["a"] = table["a"], 7
-            assert state.changed() == label
+            assert state.changed(()) == label
             table["a"] = before
 
     def test_frozen_values(self) -> None:

@@ -145,7 +145,7 @@ def _after(draw: Any) -> torch.Generator:
     return generator
 
 
-@pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
+@pytest.mark.parametrize("plan", ["fsdp", pytest.param("tensor_parallel", marks=pytest.mark.wide)])
 def test_all_draws_are_of_the_whole(plan: str) -> None:
     for found in run_on_ranks(_other_draws, plan, world_size=2):
         assert found == dict.fromkeys(found, 0.0)
@@ -176,7 +176,9 @@ def _references(plan: str, axis: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("plan", "axis"), [("fsdp", "dp"), ("tensor_parallel", "dp"), ("auto", "pp")])
+@pytest.mark.parametrize(
+    ("plan", "axis"), [("fsdp", "dp"), pytest.param("tensor_parallel", "dp", marks=pytest.mark.wide), ("auto", "pp")]
+)
 def test_references_taken_before_the_first_call_stay_references(plan: str, axis: str) -> None:
     for found in run_on_ranks(_references, plan, axis, world_size=2):
         assert max(found.values()) < 1e-12, found

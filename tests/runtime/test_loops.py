@@ -129,7 +129,7 @@ def _penalised(plan: str) -> float:
     )
 
 
-@pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
+@pytest.mark.parametrize("plan", ["fsdp", pytest.param("tensor_parallel", marks=pytest.mark.wide)])
 def test_a_penalty_of_parameters_under_no_sync(plan: str) -> None:
     assert max(run_on_ranks(_penalised, plan, world_size=2)) < 1e-12
 

@@ -21,6 +21,7 @@ from autoparallel.graph.calls import Call, sizes_of
 from autoparallel.graph.captured import Captured, leaf_value
 from autoparallel.graph.changed_arguments import ARGUMENTS, make_changes
 from autoparallel.graph.lines import place_of_error
+from autoparallel.graph.nesting import unflatten
 from autoparallel.graph.plain_tensors import holder_of, rebind, tensor_at
 from autoparallel.operators import RandomState
 from autoparallel.runtime.calls.kinds import Kind, Kinds
@@ -133,7 +134,7 @@ def _deliver(
         path, _, attribute = name.rpartition(".")
         setattr(holder_of(plain, path), attribute, value)
     leaves = [leaf_value(leaf, values, sizes) for leaf in captured.outputs]
-    outputs = pytree.tree_unflatten(leaves, captured.output_spec)
+    outputs = (unflatten if captured.returns_fields else pytree.tree_unflatten)(leaves, captured.output_spec)
     return release(outputs, call.caches) if captured.returns_caches else outputs
 
 

@@ -50,7 +50,6 @@ from autoparallel.runtime.parameters.hooks import (
     has_gradient_hooks,
 )
 from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere
-from autoparallel.runtime.ranks.dtensors import watch_summands
 
 
 class KeptCopy:
@@ -307,7 +306,6 @@ class GradientStore:
         """Makes a local sum the parameter's gradient, until it is reduced."""
         parameter = self.parameters[chain.name]
         if parameter.grad is None or _torch.dtensor.local_of(parameter.grad) is not accumulator:
-            watch_summands()
             parameter.grad = self.wrap(chain.name, accumulator, chain.accumulator)
         self._pending[chain.name] = chain
 

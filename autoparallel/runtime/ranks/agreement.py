@@ -150,9 +150,13 @@ class Agreement:
             self.mismatches += 1
             raise _mismatch(what, self.ranks, self.gather(describe()))
 
+    def is_same_text(self, text_here: str) -> bool:
+        """Whether all ranks have the same text."""
+        return is_same(self.ask(digest(text_here))())
+
     def require_same_text(self, what: str, text_here: str) -> None:
         """Raises on every rank when a text of several lines differs on any; the message shows the first such line."""
-        if is_same(self.ask(digest(text_here))()):
+        if self.is_same_text(text_here):
             return
         rows = itertools.zip_longest(*(text.splitlines() for text in self.gather(text_here)), fillvalue="nothing more")
         raise _mismatch(what, self.ranks, next(row for row in rows if len(set(row)) > 1))

@@ -108,12 +108,12 @@ def sample_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         return local_view(whole, from_dtensor_placements(tuple(tensor.placements)), tensor.device_mesh)
 
     wholes = {id(x): _torch.dtensor.gather(x).clone() for x in tensors}
-    given = pytree.tree_map_only(DTensor, lambda x: wholes[id(x)], (tuple(args), dict(kwargs)))
-    drawn = operator(*given[0], **given[1])
+    operands, options = pytree.tree_map_only(DTensor, lambda x: wholes[id(x)], (tuple(args), dict(kwargs)))
+    drawn = operator(*operands, **options)
     for value, argument in zip(args, operator._schema.arguments, strict=False):
         if isinstance(value, DTensor) and argument.alias_info is not None and argument.alias_info.is_write:
             _torch.dtensor.local_of(value).copy_(as_it_lies(wholes[id(value)], value))
-    if drawn is given[0][0]:
+    if drawn is operands[0]:
         return first
     alike = drawn.shape == first.shape and not any(p.is_partial() for p in first.placements)
     if not alike:
@@ -171,8 +171,8 @@ def _as_summand(value: DTensor, summand: DTensor) -> DTensor:
     ):
         layout = from_dtensor_placements(tuple(value.placements))
         local_view(whole, layout, mesh).copy_(_torch.dtensor.local_of(value))
-    kept = tuple(Replicate() if q.is_partial() else q for _, q in pairs)
-    part = local_view(whole, from_dtensor_placements(kept), mesh)
+    layout = from_dtensor_placements(tuple(Replicate() if q.is_partial() else q for _, q in pairs))
+    part = local_view(whole, layout, mesh)
     return _torch.dtensor.from_part(part.contiguous(), mesh, tuple(summand.placements), value.shape)
 
 

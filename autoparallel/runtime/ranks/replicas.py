@@ -105,7 +105,7 @@ class Replicas:
         """Name, set and number of every tensor that this rank shares with others."""
         named: list[tuple[str, int]] = []
         tensors: list[Tensor] = []
-        for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
+        for name, tensor in [*self._model.named_parameters(), *_torch.tensors.sorted_buffers(self._model)]:
             local, mask = _torch.dtensor.local_of(tensor).detach(), 0
             if lies_elsewhere(tensor):
                 continue

@@ -157,3 +157,34 @@ class LargestOfWhatItSelects(Tagger):
     def loss(self, h: Tensor, labels: Tensor) -> Any:
         values, places = torch.cat([h[labels >= 0], h[0]]).max(0)
         return (self.head(values) * places[:4]).sum()
+
+
+@program(batch=tagged, ranks=True)
+class WritesFeaturesInPlaces(Tagger):
+    """As images take the places of their tokens; the search predicts it, too."""
+
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        features = self.body(h.flatten(0, 1)).relu()
+        out = torch.zeros_like(h)
+        out[labels >= -1] = features
+        return self.head(out + h).square().mean()
+
+
+@program(batch=tagged)
+class AsksInEachLayer(Tagger):
+    """The same question of the same unknown size, as attention of transformers asks whether there are several rows."""
+
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        rows = h[self.body(h).sum(-1) > 0]
+        for _ in range(7):
+            rows = self.body(rows)
+            if rows.shape[0] > 1:
+                rows = rows * 2
+        return rows.square().sum() + h.mean()
+
+
+@program(batch=tagged, ranks=True)
+class SelectsTwiceByOneMask(Tagger):
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        mask = (labels >= 0)[..., None].expand_as(h)
+        return F.l1_loss(h.masked_select(mask), self.body(h).masked_select(mask), reduction="sum")
