@@ -106,6 +106,7 @@ DRAWS: dict[str, Any] = {
     "poisson": lambda p: p.copy_(torch.poisson(p.abs() * 3)),
     "normal of means": lambda p: p.copy_(torch.normal(p, p.abs())),
     "rrelu": lambda p: p.copy_(F.rrelu(p, training=True)),
+    "of a transpose": lambda p: p.t().normal_(),
     "gumbel_softmax": lambda p: p.copy_(F.gumbel_softmax(p)),
     "multinomial": lambda p: p.copy_(torch.multinomial(p.abs(), 8).double()),
     "eye_": nn.init.eye_,
@@ -159,6 +160,7 @@ def _references(plan: str, axis: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
     model: Any = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=F.mse_loss, plan=plan, **options)
     states = [m.state_dict() for m in (model, plain)]
+    turned = [m.up.weight.detach().t() for m in (model, plain)]  # it is square
     lists = [[p.data for p in m.parameters()] for m in (model, plain)]
     x, y = batch(0)
     for m, values in zip((model, plain), lists, strict=True):
@@ -171,6 +173,7 @@ def _references(plan: str, axis: str) -> dict[str, Any]:
     here = [n for n, p in model.named_parameters() if p.device_mesh.get_coordinate() is not None]
     return {
         "parameters": weights_off(weights(model), weights(plain)),
+        "turned": float(axis == "dp" and torch.equal(turned[0].full_tensor(), weights(model)["up.weight"])),
         "clamped": abs(largest[1] - 0.2),
         "states": max(float((states[0][n].full_tensor() - states[1][n]).abs().max()) for n in here),
     }

@@ -247,6 +247,9 @@ def explain_failure(error: Exception, model: nn.Module, in_loss: bool) -> str:
             "outputs = model(pixel_values), then its loss function of the outputs and the labels, which is "
             "differentiated); or put it into a custom operator (torch.library.custom_op)"
         )
+    elif kind == "ValueError" and "destination is read-only" in text:
+        text = "an array of numpy is changed that shares a tensor's memory"
+        advice = "change the tensor itself (lengths[0] += 1)"
     elif ".item()" in text:
         advice = "a tensor's value is read into Python: keep it a tensor"
     elif "functorch tensor" in text or "Expected FakeTensor" in text:  # the latter of torch 2.11, of torch.func.jvp

@@ -29,6 +29,9 @@ from autoparallel.capture.tracing.trace import Trace, listening
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import OURS
 
+_LISTENING = f"{OURS}capture/tracing/"
+"""Where Python stands between a model's and torch's."""
+
 _OUTERMOST = f"{OURS}capture/training.py"
 """Where the call of the model begins."""
 
@@ -54,8 +57,11 @@ class _Place(NamedTuple):
 def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What Python is told that asks for a tensor's value: of a check that only raises, what lets it pass."""
     frame: FrameType | None = sys._getframe(1)
-    codes = (_bool.__code__, _sym_bool.__code__)
-    while frame is not None and (frame.f_code.co_name == "__torch_function__" or frame.f_code in codes):
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_function__"
+        or frame.f_code.co_filename.startswith(_LISTENING)
+        or frame.f_code is _OF_SIZES  # asks of a size whether it is 0
+    ):
         frame = frame.f_back
     tensor = next(iter((*args, *kwargs.values())))
     if frame is None or getattr(tensor, "constant", None) is not None:
@@ -64,11 +70,9 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if passes is not None and not _is_caught(frame):
         trace.left_out[line_of_frame(frame)] = None
         return passes
-    trace.reads_values = True
-    if trace.inputs is not None and func is not _SYM_BOOL and len(args) + len(kwargs) == 1:
-        answer = trace.inputs.read(func, tensor)
-        if answer is not None:
-            return answer
+    alone = func is not _SYM_BOOL and len(args) + len(kwargs) == 1
+    if alone and (answer := trace.read(func, tensor)) is not None:
+        return answer
     if func is _SYM_BOOL and frame.f_code.co_filename.startswith(_MODULES_OF_TORCH):
         return _torch.export.guard_strictly(tensor)
     of_torch = frame.f_code.co_filename.startswith(_torch.export.FOLDER)
@@ -108,9 +112,19 @@ def _sym_bool(self: torch.SymBool) -> bool:
     return answer
 
 
+def _text_of_size(self: torch.SymInt) -> str:
+    """What a size that is open is written as (``self.heads[str(x.shape[1])]``): as the number that it is in this
+    trace, which fixes it; torch's own Python is given the symbol."""
+    asks = sys._getframe(1).f_code.co_filename
+    fixes = listening() is not None and not asks.startswith((OURS, _torch.export.FOLDER))
+    return str(int(self)) if fixes else _TEXT_OF_SIZE(self)
+
+
 _BOOL, _SYM_BOOL = Tensor.__bool__, torch.SymBool.__bool__
+_OF_SIZES = torch.SymInt.__bool__.__code__
+_TEXT_OF_SIZE = torch.SymInt.__repr__
 NAMES: tuple[tuple[Any, str, Any], ...] = (
-    (Tensor, "__bool__", _bool), (torch.SymBool, "__bool__", _sym_bool),
+    (Tensor, "__bool__", _bool), (torch.SymBool, "__bool__", _sym_bool), (torch.SymInt, "__repr__", _text_of_size),
 )  # fmt: skip
 CHECKED: dict[Any, Callable[..., Any]] = dict.fromkeys(
     (Tensor.item, Tensor.equal, Tensor.allclose, torch.equal, torch.allclose), _ask

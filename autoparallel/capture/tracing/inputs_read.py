@@ -103,9 +103,13 @@ class InputsRead:
         if not sources_in(sources) and func not in _MADE_OF_NOTHING or "out" in kwargs:
             return call(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        version = None if first is None else first._version
+        tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
+        versions = [x._version for x in tensors]
         result = call(*args, **kwargs)
-        writes = first is not None and first._version != version
+        written = [x for x, version in zip(tensors, versions, strict=True) if x._version != version]
+        writes = any(x is first for x in written)
+        if written and (not writes or any(_base_of(x) is not _base_of(first) for x in written)):
+            return result  # it writes to others than its first operand
         step = Step(self._steps, func, sources[0], MappingProxyType(sources[1]), writes)
         self._steps += 1
         for place, tensor in enumerate([first] if writes else pytree.tree_leaves(result)):
@@ -161,19 +165,21 @@ class InputsRead:
         except _NotOfInputsError:
             return None
         with _torch.export.unwatched():
-            state = torch.get_rng_state()
+            state = torch.default_generator.get_state()
             try:
                 value = self._values.of(source)
             except Exception:  # noqa: BLE001 - then nobody knows it
                 return None
-            if not torch.equal(state, torch.get_rng_state()):
-                torch.set_rng_state(state)
+            if not torch.equal(state, torch.default_generator.get_state()):
+                torch.default_generator.set_state(state)
                 self._draws = True  # what was drawn is another number at the next call
             if self._draws:
                 return None
             answer = function(value.clone())
         if not _is_whole(answer):
             return None
+        if isinstance(answer, np.ndarray):
+            answer.flags.writeable = False  # what is written to it would not reach the tensor
 
         def read(values: Tensor) -> Hashable:
             return freeze(function(values))
@@ -184,6 +190,10 @@ class InputsRead:
     def taken(self) -> ValuesRead:
         """All that was read."""
         return ValuesRead(self._reads, shapes_of(self._leaves))
+
+
+def _base_of(tensor: Any) -> Any:
+    return tensor if tensor._base is None else tensor._base
 
 
 def _is_whole(answer: Any) -> bool:

@@ -13,8 +13,7 @@ from autoparallel.capture.tracing.trace import Trace, listening
 
 def _read(trace: Trace, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """What Python is told that reads a tensor's values."""
-    trace.reads_values = True
-    answer = None if trace.inputs is None else trace.inputs.read(lambda values: func(values, *args, **kwargs), x)
+    answer = trace.read(lambda values: func(values, *args, **kwargs), x)
     return func(x, *args, **kwargs) if answer is None else answer
 
 
@@ -23,10 +22,7 @@ def _listened_to(tolist: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
     def method(self: Tensor) -> Any:
         trace = listening()
-        if trace is None:
-            return tolist(self)
-        trace.reads_values = True
-        answer = None if trace.inputs is None else trace.inputs.read(Tensor.tolist, self)
+        answer = None if trace is None else trace.read(Tensor.tolist, self)
         return tolist(self) if answer is None else answer
 
     return method

@@ -142,6 +142,11 @@ class Trace:
             self._answered[key] = self.answers[number]
         return self.answers[number]
 
+    def read(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        """What a function reads of a tensor's values, where Python may be told (see ``inputs_read``); else None."""
+        self.reads_values = True
+        return None if self.inputs is None else self.inputs.read(function, tensor)
+
     @property
     def in_region(self) -> bool:
         """Whether the model is in a region of ``torch.utils.checkpoint``."""

@@ -63,7 +63,8 @@ def _combinations(_: Trace, func: Any, input: Tensor, r: int = 2, with_replaceme
 def _tensor(_: Trace, func: Any, data: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
     """A tensor of lists in which there are tensors, which torch would read number by number."""
     parts = _leaves(data)
-    if not isinstance(data, list | tuple) or not any(isinstance(part, Tensor) for part in parts):
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    if not isinstance(data, list | tuple) or not tensors or any(x.numel() != 1 for x in tensors):
         return func(data, dtype=dtype, device=device, **options)
     dtypes = [part.dtype if isinstance(part, Tensor) else torch.tensor(part).dtype for part in parts]
     dtype = dtype or functools.reduce(torch.promote_types, dtypes)
@@ -77,7 +78,7 @@ def _leaves(data: Any) -> list[Any]:
 def _stack(data: Any, dtype: torch.dtype) -> Tensor:
     if isinstance(data, list | tuple):
         return torch.stack([_stack(part, dtype) for part in data])
-    return data.detach().to(dtype) if isinstance(data, Tensor) else torch.tensor(data, dtype=dtype)
+    return data.detach().reshape(()).to(dtype) if isinstance(data, Tensor) else torch.tensor(data, dtype=dtype)
 
 
 def _masked_select(_: Trace, func: Any, input: Tensor, mask: Tensor, **options: Any) -> Tensor:

@@ -156,20 +156,25 @@ ALIASED = (
 def aliases_kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Inside, parameters are laid out; what shares the memory of one, as ``state_dict()`` and ``p.data`` do, shares it
     afterwards, too."""
-    names = {_torch.tensors.storage_mark(_torch.dtensor.local_of(p)): name for name, p in parameters.items()}
-    aliases = [
-        (name, x)
-        for x in gc.get_objects()
-        if type(x) is DTensor and not isinstance(x, nn.Parameter)
-        and (name := names.get(_torch.tensors.storage_mark(_torch.dtensor.local_of(x)))) is not None
-    ]  # fmt: skip
+    names: dict[int, list[str]] = {}  # by storage: parameters may lie in one
+    places = {name: _place_of(p) for name, p in parameters.items()}
+    for name, (storage, *_) in places.items():
+        names.setdefault(storage, []).append(name)
+    others = (x for x in gc.get_objects() if type(x) is DTensor and not isinstance(x, nn.Parameter))
+    aliases = [(place, x) for x in others if (place := _place_of(x))[0] in names]
     yield
-    for name, alias in aliases:
-        parameter = parameters[name]
-        if alias.shape == parameter.shape:
-            _torch.dtensor.become(alias, parameter.detach())  # type: ignore[arg-type]
-        elif _torch.tensors.storage_mark(_torch.dtensor.local_of(parameter)) not in names:
-            LOGGER.warning(ALIASED, name)
+    for place, alias in aliases:
+        same = next((name for name in names[place[0]] if places[name] == place), None)
+        if same is not None:
+            _torch.dtensor.become(alias, parameters[same].detach())  # type: ignore[arg-type]
+        elif any(_place_of(parameters[name])[0] != place[0] for name in names[place[0]]):
+            LOGGER.warning(ALIASED, names[place[0]][0])
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies in memory: equal of tensors that share all of theirs."""
+    local = _torch.dtensor.local_of(tensor)
+    return _torch.tensors.storage_mark(local), local.storage_offset(), local.shape, local.stride()
 
 
 def _swap(parameter: nn.Parameter, new: nn.Parameter) -> None:

@@ -78,7 +78,8 @@ def draw_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if any(p.is_partial() for p in spec.placements):
         raise RuntimeError(f"{operator} draws on a sum over the ranks\nWhat to change: draw on x.full_tensor().")
     layout = from_dtensor_placements(tuple(spec.placements))
-    whole = local.new_zeros(spec.shape)
+    # One process fills its tensor in the order in which it lies in memory.
+    whole = local.new_empty_strided(tuple(spec.shape), tuple(spec.stride)).zero_()
     part = local_view(whole, layout, spec.mesh)
     part.copy_(local)
     drawn = operator(whole, *rest, **kwargs)

@@ -153,6 +153,43 @@ class EachWayAProgramOfItsOwn(Reader):
         return self.b(h), h
 
 
+@program(batch=ragged)
+class ChecksBesideReading(Reader):
+    """What only raises is left out, also where it asks by ``item()``."""
+
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        if h.isnan().any().item():
+            raise ValueError("not a number")
+        return self.b(h[:, : lengths.max().item()])
+
+
+@program(batch=ragged)
+class ReadsTheSumBeforeAWrite(Reader):
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        later = lengths + 1
+        total = later.sum()
+        later.mul_(2)
+        return self.b(h[:, : later.min().item()]) * int(total), torch.tensor([h[0, 0, :1], h[0, 0, 1:2]])
+
+
+@program(batch=ragged)
+class ReadsAListThatIsWritten(Reader):
+    """What nobody follows is a size that values tell."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        later = lengths + 1
+        torch._foreach_add_([later], 1)
+        return self.b(self.a(x)[:, : later.min().item()])
+
+
+@program(batch=ragged, refused="change the tensor")
+class WritesToNumpy(Reader):
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        later = lengths.clone()
+        later.numpy()[0] += 1  # refused
+        return self.b(self.a(x)[:, : later.min().item()])
+
+
 @program(batch=ragged, refused="keep it a tensor")
 class ReadsWhatItDraws(Reader):
     def forward(self, x: Tensor, lengths: Tensor) -> Any:

@@ -188,3 +188,27 @@ class SelectsTwiceByOneMask(Tagger):
     def loss(self, h: Tensor, labels: Tensor) -> Any:
         mask = (labels >= 0)[..., None].expand_as(h)
         return F.l1_loss(h.masked_select(mask), self.body(h).masked_select(mask), reduction="sum")
+
+
+@program(batch=tagged, ranks=True)
+class AsksWhetherAnyAreSelected(Tagger):
+    """As a loop over experts leaves out those without rows."""
+
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        places = torch.where(labels.view(-1) > -1)[0]
+        rows = h.view(-1, 8)[self.body(h).sum(-1).view(-1) > 0]
+        out = h.mean()
+        if places.numel():
+            out = out + self.head(h).view(-1, 4)[places].square().sum()
+        if not rows.shape[0]:
+            return out * 2
+        return out + (rows.mean() if rows.numel() else 0.0)
+
+
+@program(batch=tagged)
+class NamesASize(Tagger):
+    """The text of a size is that of its number."""
+
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        scale = {"8": 2.0, "6": 3.0}
+        return self.head(h) * scale.get(str(h.shape[0]), 1.0) * scale.get(f"{h.shape[1]}", 1.0)
