@@ -45,14 +45,19 @@ def unflatten(leaves: Iterable[Any], spec: pytree.TreeSpec) -> Any:
 
 
 def _sort_entries(value: Any, spec: pytree.TreeSpec) -> None:
-    parts = (
-        list(value.values()) if isinstance(value, Mapping) else list(value) if isinstance(value, list | tuple) else []
-    )
+    children = spec.children()
+    parts: Iterable[Any] = ()
     if isinstance(value, OrderedDict) and dataclasses.is_dataclass(value):
-        parts = [value[key] for key in spec.context]
+        entries = dict(value.items())
         for key in spec.context:
-            value.move_to_end(key)
-    for part, child in zip(parts, spec.children(), strict=False):
+            if key in entries:  # a field that is None is no entry
+                value.move_to_end(key)
+        parts = [entries.get(key) for key in spec.context]
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, list | tuple):
+        parts = value
+    for part, child in zip(parts, children, strict=False):
         _sort_entries(part, child)
 
 

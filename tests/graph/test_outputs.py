@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import autoparallel
+from autoparallel.graph.nesting import flatten, unflatten
 from tests.distributed import run_distributed
 from tests.graph.eager import TOLERANCE, Program, difference, rows
 from tests.runtime.support import batch, compiled_pair, gradients_off, mesh_of, off, raised
@@ -267,3 +269,20 @@ def test_a_pipeline_knows_its_loss_or_says_so() -> None:
         assert results["kept"] < TOLERANCE
         for outputs in ("auto", "gather"):
             assert results[f"{outputs}: held"] and results[f"{outputs}: gradients"] < TOLERANCE
+
+
+def test_fields_keep_the_order_in_which_they_were_set() -> None:
+    """Of an output of transformers; one that is None is no entry."""
+    from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOutputWithPast
+
+    output = BaseModelOutputWithPooling(last_hidden_state=torch.ones(1), hidden_states=(torch.ones(2),))
+    output.pooler_output = torch.ones(3)
+    leaves, spec = flatten({"inner": [output]})
+    again = unflatten(leaves, spec)["inner"][0]
+    assert list(again) == list(output) == ["last_hidden_state", "hidden_states", "pooler_output"]
+    without = unflatten([leaves[0], None, leaves[2]], spec)["inner"][0]
+    assert without.pooler_output is leaves[2] and without.hidden_states == (None,)
+    past = CausalLMOutputWithPast(logits=torch.ones(1), past_key_values=(torch.ones(2),))
+    leaves, spec = pytree.tree_flatten(past, is_leaf=lambda x: isinstance(x, tuple))
+    gone = unflatten([leaves[0], None], spec)
+    assert list(gone) == ["logits"] and gone.past_key_values is None
