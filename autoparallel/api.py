@@ -327,11 +327,8 @@ def _is_open(mesh: DeviceMesh | None) -> bool:
 
 
 def _require_same_model(agreement: Agreement, model: nn.Module, request: Request, **options: object) -> None:
-    named = dict(_torch.tensors.named_tensors(model))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    tensors = [(n, t) for n, t in named.items() if n not in buffers] + sorted(
-        buffers.items(), key=lambda entry: entry[0]
-    )
+    parameters = model.named_parameters(remove_duplicate=False)
+    tensors = [*parameters, *_torch.tensors.sorted_buffers(model, remove_duplicate=False)]
     plan = request.plan
     of_request = "memory_limit", "outputs", "open_means", "precision"
     options |= {name: getattr(request, name) for name in of_request} | {"hardware": request.profile}

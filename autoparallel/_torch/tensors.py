@@ -19,10 +19,10 @@ def named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
-def sorted_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+def sorted_buffers(model: torch.nn.Module, remove_duplicate: bool = True) -> list[tuple[str, torch.Tensor]]:
     """The buffers of a model by name, in an order that all ranks have: a module may have registered them in that of a
     set of strings, which each process has its own of."""
-    return sorted(model.named_buffers(), key=lambda entry: entry[0])
+    return sorted(model.named_buffers(remove_duplicate=remove_duplicate), key=lambda entry: entry[0])
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:

@@ -241,11 +241,8 @@ class Attempt:
         """Runs a copy without a trace, with one answer for all that Python asks of tensors' values."""
         answers = Answers(rest=answer, most=_MOST_REHEARSED)
         self.rehearsals.append(_trace_of(wrapper, [], answers=answers, inputs=self._inputs_read()))
-        try:
-            with everything_seen(self.rehearsals[-1]):
-                results = wrapper(*self.inputs)
-        finally:
-            self.reads_values |= self.rehearsals[-1].reads_values
+        with everything_seen(self.rehearsals[-1]):
+            results = wrapper(*self.inputs)
         require_dropped(self.rehearsals[-1].drawn)
         return results
 
@@ -346,7 +343,7 @@ class Attempt:
             with only_the_users(), parametrizations_made_anew(), cast:
                 captured = self._capture()
         finally:
-            self.reads_values |= has_unknown_sizes(self.mode)
+            self.reads_values |= has_unknown_sizes(self.mode) or any(run.reads_values for run in self.rehearsals)
             torch.set_grad_enabled(before)
             self._reads.forget_cached()
             for recorder in self.recorders:
@@ -399,7 +396,7 @@ class Attempt:
             captured.state.merge(state)
         if failed is None:  # else all of the model was traced
             captured.python_draws = len(drawn)
-        if (inputs := self.rehearsals[0].inputs) is not None:  # of layers that are not traced, too
+        if stacks and (inputs := self.rehearsals[0].inputs) is not None:  # of layers that are not traced, too
             captured.state.inputs.append(inputs.taken())
         return captured
 

@@ -65,7 +65,7 @@ def _capture(
     fixed: dict[str, None] = {}
     for forms, values in attempts:
         in_vain = refused or failed is not None and _examples(forms, options) == vain
-        if not reads_values if values is not None else in_vain:
+        if in_vain if values is None else not reads_values:
             continue
         attempt = Attempt(model, forms, in_spec, fixed=fixed, leaves=values, **options)
         try:

@@ -22,7 +22,7 @@ from autoparallel.comm.world import PIPELINE_AXIS
 from autoparallel.placements import Layout, Replicate, from_dtensor_placements
 from autoparallel.placements.redistribution import BUCKET_BYTES, Step
 from autoparallel.runtime.gradients.store import GradientStore
-from autoparallel.runtime.parameters.slices import lies_elsewhere, local_view
+from autoparallel.runtime.parameters.slices import lies_elsewhere, part_like
 from autoparallel.runtime.parameters.state import broadcast, in_batches, slots
 
 
@@ -132,6 +132,6 @@ def _differs(full: torch.Tensor, parameter: torch.Tensor) -> bool:
 def _take_back(parameter: nn.Parameter, full: torch.Tensor) -> None:
     """Gives this rank's part of a parameter the values of the full one."""
     local = _torch.dtensor.local_of(parameter).detach()
-    part = local_view(full.detach(), _layout(parameter), parameter.device_mesh)  # type: ignore[attr-defined]
+    part = part_like(full.detach(), parameter)  # type: ignore[arg-type]
     if part.data_ptr() != local.data_ptr():
         local.copy_(part)

@@ -106,6 +106,7 @@ DRAWS: dict[str, Any] = {
     "poisson": lambda p: p.copy_(torch.poisson(p.abs() * 3)),
     "normal of means": lambda p: p.copy_(torch.normal(p, p.abs())),
     "rrelu": lambda p: p.copy_(F.rrelu(p, training=True)),
+    "of a row": lambda p: p[0].exponential_(),
     "of a transpose": lambda p: p.t().normal_(),
     "gumbel_softmax": lambda p: p.copy_(F.gumbel_softmax(p)),
     "multinomial": lambda p: p.copy_(torch.multinomial(p.abs(), 8).double()),

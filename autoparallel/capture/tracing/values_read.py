@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.capture.tracing.trace import Trace, listening, refuse
@@ -62,17 +63,13 @@ def _combinations(_: Trace, func: Any, input: Tensor, r: int = 2, with_replaceme
 
 def _tensor(_: Trace, func: Any, data: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
     """A tensor of lists in which there are tensors, which torch would read number by number."""
-    parts = _leaves(data)
+    parts = pytree.tree_leaves(data)
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if not isinstance(data, list | tuple) or not tensors or any(x.numel() != 1 for x in tensors):
         return func(data, dtype=dtype, device=device, **options)
     dtypes = [part.dtype if isinstance(part, Tensor) else torch.tensor(part).dtype for part in parts]
     dtype = dtype or functools.reduce(torch.promote_types, dtypes)
     return _stack(data, dtype).to(device).requires_grad_(options.get("requires_grad", False))
-
-
-def _leaves(data: Any) -> list[Any]:
-    return [leaf for part in data for leaf in _leaves(part)] if isinstance(data, list | tuple) else [data]
 
 
 def _stack(data: Any, dtype: torch.dtype) -> Tensor:

@@ -25,6 +25,11 @@ def local_view(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.T
     return whole[region.within(whole_region(whole.shape))] if any(p.kind == "S" for p in layout) else whole
 
 
+def part_like(whole: torch.Tensor, tensor: DTensor) -> torch.Tensor:
+    """This rank's part of a whole tensor that is cut as a ``DTensor`` is, as a view."""
+    return local_view(whole, from_dtensor_placements(tuple(tensor.placements)), tensor.device_mesh)
+
+
 def lies_elsewhere(tensor: torch.Tensor) -> bool:
     """Whether a tensor is another pipeline stage's, so that this rank has nothing of it."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.placements import from_dtensor_placements
-from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere, local_view
+from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere, local_view, part_like
 from autoparallel.runtime.ranks.agreement import agree_on
 from autoparallel.runtime.ranks.writes import replicated, watch_positions
 
@@ -51,8 +51,8 @@ _TURNED = ("t_", "transpose_", "swapaxes_", "swapdims_")
 def handle_operators(device: str) -> None:
     """Has random operators and ``.item()`` of ``DTensor``s do what one process does; ``device`` is the mesh's kind."""
     if device == "cpu" and not torch.accelerator.is_available():
-        _torch.dtensor.handle_operators(_torch.dtensor.random_operators(), draw_whole)
-        _torch.dtensor.handle_first(_torch.dtensor.operators_of(_FILLED), lambda _, *call: draw_whole(*call))
+        drawn = [*_torch.dtensor.random_operators(), *_torch.dtensor.operators_of(_FILLED)]
+        _torch.dtensor.handle_operators(drawn, draw_whole)
         _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_SAMPLED), sample_whole)
     _torch.dtensor.handle_operators([torch.ops.aten._local_scalar_dense.default], whole_number)
     watch_positions()
@@ -77,18 +77,15 @@ def draw_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     spec, local = _torch.dtensor.spec_of(operand), _torch.dtensor.local_of(operand)
     if any(p.is_partial() for p in spec.placements):
         raise RuntimeError(f"{operator} draws on a sum over the ranks\nWhat to change: draw on x.full_tensor().")
-    layout = from_dtensor_placements(tuple(spec.placements))
     # One process fills its tensor in the order in which it lies in memory.
     whole = local.new_empty_strided(tuple(spec.shape), tuple(spec.stride)).zero_()
-    part = local_view(whole, layout, spec.mesh)
+    part = part_like(whole, operand)
     part.copy_(local)
     drawn = operator(whole, *rest, **kwargs)
     if drawn is whole:
         local.copy_(part)
         return operand
-    return pytree.tree_map_only(
-        Tensor, lambda x: as_parameter(local_view(x, layout, spec.mesh).clone(), operand), drawn
-    )
+    return pytree.tree_map_only(Tensor, lambda x: as_parameter(part_like(x, operand).clone(), operand), drawn)
 
 
 def sample_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -105,29 +102,26 @@ def sample_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             "What to change: draw on plain tensors (model.full_parameters() gives each parameter whole)."
         )
 
-    def as_it_lies(whole: Tensor, tensor: DTensor) -> Tensor:
-        return local_view(whole, from_dtensor_placements(tuple(tensor.placements)), tensor.device_mesh)
-
     wholes = {id(x): _torch.dtensor.gather(x).clone() for x in tensors}
     operands, options = pytree.tree_map_only(DTensor, lambda x: wholes[id(x)], (tuple(args), dict(kwargs)))
     drawn = operator(*operands, **options)
     for value, argument in zip(args, operator._schema.arguments, strict=False):
         if isinstance(value, DTensor) and argument.alias_info is not None and argument.alias_info.is_write:
-            _torch.dtensor.local_of(value).copy_(as_it_lies(wholes[id(value)], value))
+            _torch.dtensor.local_of(value).copy_(part_like(wholes[id(value)], value))
     if drawn is operands[0]:
         return first
     alike = drawn.shape == first.shape and not any(p.is_partial() for p in first.placements)
     if not alike:
         return replicated(drawn, first.device_mesh)
-    return as_parameter(as_it_lies(drawn, first).clone(), first)
+    return as_parameter(part_like(drawn, first).clone(), first)
 
 
 def fill_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an operator writes into ``out``: this rank's part of it."""
     out = kwargs["out"]
-    local, layout = _torch.dtensor.local_of(out), from_dtensor_placements(tuple(out.placements))
+    local = _torch.dtensor.local_of(out)
     whole = operator(*args, **{**kwargs, "out": local.new_empty(out.shape)})
-    local.copy_(local_view(whole, layout, out.device_mesh))
+    local.copy_(part_like(whole, out))
     return out
 
 
@@ -170,8 +164,7 @@ def _as_summand(value: DTensor, summand: DTensor) -> DTensor:
     if coordinate is not None and not any(
         at and p.is_replicate() and q.is_partial() for at, (p, q) in zip(coordinate, pairs, strict=True)
     ):
-        layout = from_dtensor_placements(tuple(value.placements))
-        local_view(whole, layout, mesh).copy_(_torch.dtensor.local_of(value))
+        part_like(whole, value).copy_(_torch.dtensor.local_of(value))
     layout = from_dtensor_placements(tuple(Replicate() if q.is_partial() else q for _, q in pairs))
     part = local_view(whole, layout, mesh)
     return _torch.dtensor.from_part(part.contiguous(), mesh, tuple(summand.placements), value.shape)

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.placements import from_dtensor_placements
-from autoparallel.runtime.parameters.slices import lies_elsewhere, local_view
+from autoparallel.runtime.parameters.slices import lies_elsewhere, part_like
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
 
 _ATEN = torch.ops.aten
@@ -124,8 +123,7 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
     whole = _torch.dtensor.gather(origin.base)
     part = origin.follow(whole)
     operator(part, *rest, **named)
-    layout = from_dtensor_placements(tuple(origin.base.placements))
-    _torch.dtensor.local_of(origin.base).copy_(local_view(whole, layout, origin.base.device_mesh))
+    _torch.dtensor.local_of(origin.base).copy_(part_like(whole, origin.base))
     if target is not origin.base:
         _torch.dtensor.become(target, replicated(part, target.device_mesh))
     return target

@@ -131,11 +131,7 @@ class WithTheLayersAlike(Reader):
 
 
 @program(batch=ragged)
-class EachLayerReadsAnother(Reader):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
-
+class EachLayerReadsAnother(WithTheLayersAlike):
     def read(self, h: Tensor, lengths: Tensor) -> Any:
         for number, layer in enumerate(self.layers):
             h = layer(h) * (1 + lengths[number % 2].item()) / 4
