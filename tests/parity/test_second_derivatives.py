@@ -188,7 +188,9 @@ def _all_uses(name: str, shape: tuple[int, ...], plan: str, options: dict[str, A
 
 
 @pytest.mark.parametrize("plan", ["data_parallel", "fsdp", "tensor_parallel"])
-@pytest.mark.parametrize("name", ["perceptron", pytest.param("images", marks=pytest.mark.wide), "attention"])
+@pytest.mark.parametrize(
+    "name", ["perceptron", *(pytest.param(n, marks=pytest.mark.wide) for n in ("images", "attention"))]
+)
 def test_gradients_of_inputs_are_differentiated_on_two_ranks(name: str, plan: str) -> None:
     for found in run_distributed(_all_uses, name, (2,), plan, {}, world_size=2):
         assert max(each["worst"] for each in found.values()) < 1e-9, found

@@ -91,7 +91,12 @@ def _decode(world: int, plan: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("world", "plan"), [(1, "auto"), (2, "fsdp"), pytest.param(2, "tensor_parallel", marks=pytest.mark.wide)]
+    ("world", "plan"),
+    [
+        (1, "auto"),
+        pytest.param(2, "fsdp", marks=pytest.mark.wide),
+        pytest.param(2, "tensor_parallel", marks=pytest.mark.wide),
+    ],
 )
 def test_greedy_decoding_with_a_cache(world: int, plan: str) -> None:
     for found in run_distributed(_decode, world, plan, world_size=world):

@@ -60,6 +60,7 @@ def _by_hand(axis: str, plan: str) -> dict[str, Any]:
         found[f"clip {foreach}"] = raised(
             lambda f=foreach: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=f)  # type: ignore[misc]
         )
+    found["joined"] = raised(lambda: torch.nn.utils.parameters_to_vector(model.parameters()))
     elsewhere = next((p.norm() for p in model.parameters() if p.device_mesh.get_coordinate() is None), None)  # type: ignore[attr-defined]
     for read in (Tensor.item, float, bool) if elsewhere is not None else ():
         found[f"{read} elsewhere"] = raised(lambda r=read: r(elsewhere.detach()))  # type: ignore[misc]
@@ -92,6 +93,7 @@ def test_draws_averages_and_lists(axis: str, plan: str) -> None:
     for found in run_on_ranks(_by_hand, axis, plan, world_size=2):
         for what in [name for name in found if "clip" in name]:
             assert ("model.clip_grad_norm_" in (found.pop(what) or "")) == (axis == "pp")
+        assert ("tensors of several stages" in (found.pop("joined") or "")) == (axis == "pp")
         for what in [name for name in found if "elsewhere" in name]:
             assert axis == "pp" and "model.full_parameters()" in found.pop(what)
         assert found == dict.fromkeys(found, 0.0)

@@ -12,13 +12,13 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from operator import is_
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoparallel.capture.python.containers import entries_of, flat, holds, holds_the_same, is_same, leaves_of
 from autoparallel.capture.python.observed_classes import observe, release, written_to
 from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.lines import line_of_frame
@@ -26,7 +26,6 @@ from autoparallel.graph.plain_tensors import holder_of
 from autoparallel.graph.python_state import (
     MISSING,
     PythonState,
-    freeze,
     is_data,
     is_plain,
     shown,
@@ -67,7 +66,8 @@ class _Watched:
         original, copy: the user's object and that of the copy.
         reads: names that were read before they were written.
         writes: names that were written, and the line that last did.
-        entries: where access cannot be recorded, what there was before.
+        entries: all that there was before.
+        ignored: names that libraries write for themselves.
     """
 
     path: str
@@ -75,15 +75,24 @@ class _Watched:
     copy: Any
     reads: set[str] = field(default_factory=set)
     writes: dict[str, str] = field(default_factory=dict)
-    entries: dict[str, Any] | None = None
+    entries: dict[str, Any] = field(default_factory=dict)
+    ignored: set[str] = field(default_factory=set)
 
     def changed(self) -> dict[str, str]:
-        """The names that were written, with lines."""
-        if self.entries is None:
-            return self.writes
-        names = {**self.entries, **vars(self.copy)}
-        table, missing = vars(self.copy), object()
-        return {n: "an unknown line" for n in names if table.get(n, missing) is not self.entries.get(n, missing)}
+        """The names that were written, with lines; with none what was not written as an attribute, but as an entry of
+        the ``__dict__``, or by ``object.__setattr__``."""
+        table = vars(self.copy)
+        others = [n for n in {**self.entries, **table} if table.get(n, MISSING) is not self.entries.get(n, MISSING)]
+        return self.writes | dict.fromkeys((n for n in others if n not in self.writes and self._may_be_users(n)), "")
+
+    def _may_be_users(self, name: str) -> bool:
+        # An object that is cached is of the copy alone; the user's makes its own when it is asked.
+        is_object = self.caches(name) and not all(map(_is_carried, leaves_of(vars(self.copy).get(name))))
+        return not is_object and name not in self.ignored and name not in _INTERNAL
+
+    def caches(self, name: str) -> bool:
+        """Whether an attribute is a ``functools.cached_property``."""
+        return isinstance(getattr(type(self.original), name, None), cached_property)
 
     def label(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
@@ -141,9 +150,8 @@ class Recorder:
         watched = _Watched(path, original, copied)
         try:
             observe(copied, self)
-        except TypeError:  # all that it has counts as read, and what the run has changed is seen afterwards
+        except TypeError:  # all that it has counts as read
             watched.reads.update(n for n in vars(original) if n not in _INTERNAL)
-            watched.entries = dict(vars(copied))
         self._watched[id(vars(copied))] = watched
 
     def __enter__(self) -> Recorder:
@@ -152,7 +160,9 @@ class Recorder:
         self._tables = {
             (id(vars(w.copy)), kind): dict(vars(w.copy)[kind]) for w in modules for kind in ("_buffers", *_TABLES)
         }
-        self._containers = [(container, _entries(container)) for container in self._held]
+        for watched in self._watched.values():
+            watched.entries = dict(vars(watched.copy))
+        self._containers = [(container, entries_of(container)) for container in self._held]
         self._versions = {name: fake._version for name, fake in self._constants.items()}
         self._recording = True
         return self
@@ -208,7 +218,9 @@ class Recorder:
     def write(self, table: dict[str, Any], name: str) -> None:
         """Notes that an attribute is written."""
         frame = sys._getframe(2)
-        if self._recording and not (name[0] == "_" and _is_bookkeeping(frame.f_globals.get("__name__"))):
+        if self._recording and name[0] == "_" and _is_bookkeeping(frame.f_globals.get("__name__")):
+            self._watched[id(table)].ignored.add(name)
+        elif self._recording:
             self._watched[id(table)].writes[name] = line_of_frame(frame)
 
     # -- when it has run --------------------------------------------------------------------------------------------
@@ -242,8 +254,11 @@ class Recorder:
             )
         written: dict[str, Any] = {}
         for watched in list(self._watched.values()):
-            for name, line in list(watched.changed().items()):
-                self._take(watched, name, line, written)
+            for name, line in watched.changed().items():
+                if line:
+                    self._take(watched, name, line, written)
+                else:
+                    self._take_unseen(watched, name, written)
         number = next((i for i in range(len(self._containers)) if self.is_changed(i)), None)
         if number is not None:
             container = self._containers[number][0]
@@ -271,14 +286,15 @@ class Recorder:
 
     def _take(self, watched: _Watched, name: str, line: str, written: dict[str, Any]) -> None:
         table, label = vars(watched.copy), watched.label(name)
-        before = vars(watched.original).get(name, getattr(type(watched.original), name, MISSING))
+        of_class = MISSING if watched.caches(name) else getattr(type(watched.original), name, MISSING)
+        before = vars(watched.original).get(name, of_class)
         if isinstance(watched.copy, nn.Module):
             for tensors in ("_buffers", *_TABLES):
                 if name in table[tensors] or name in self._tables[id(table), tensors]:
                     self._take_registered(watched, tensors, name, line)
                     return
         now = table.get(name, MISSING)
-        if _is_same(self._twin(before), now):
+        if is_same(self._twin(before), now):
             return
         if now is MISSING:
             raise refusal(f"a call deletes {label}", line, "do so outside of forward")
@@ -300,6 +316,26 @@ class Recorder:
             table[name] = self._twin(before)
         else:
             del table[name]
+
+    def _take_unseen(self, watched: _Watched, name: str, written: dict[str, Any]) -> None:
+        """The same for what was written unseen: its line is looked for where it is refused."""
+        label = watched.label(name)
+
+        def refused_at(line: str) -> CaptureError:
+            try:
+                self._take(watched, name, line, written)
+            except CaptureError as error:
+                return error
+            raise AssertionError(f"{label} is not refused")
+
+        try:
+            self._take(watched, name, "an unknown line", written)
+        except CaptureError:
+            raise StateChangedError(refused_at, lambda recorder, _: recorder.has_changed(label)) from None
+
+    def has_changed(self, label: str) -> bool:
+        """Whether the run has changed an attribute, by now."""
+        return any(label == w.label(name) for w in self._watched.values() for name in w.changed())
 
     def _is_reached(self, watched: _Watched) -> bool:
         """Whether an object is a module, or an attribute of one."""
@@ -343,19 +379,19 @@ class Recorder:
         """Whether the run has changed one of the lists, dicts and sets that the model holds."""
         container, entries = self._containers[number]
         if slots_of(container):
-            container = _entries(container)
-        if not container and not entries or _holds_the_same(container, entries):
+            container = entries_of(container)
+        if not container and not entries or holds_the_same(container, entries):
             return False
         if isinstance(container, OrderedDict):  # hooks, among others
             container = {
                 k: f for k, f in container.items() if k in entries or not _is_bookkeeping(getattr(f, "__module__", ""))
             }
-        return len(container) != len(entries) or not all(map(_is_same, _flat(container), _flat(entries)))
+        return len(container) != len(entries) or not all(map(is_same, flat(container), flat(entries)))
 
     def _holder(self, container: Any) -> str:
         for watched in self._watched.values():
             for name, value in vars(watched.copy).items():
-                if value is container or isinstance(value, list | tuple | dict) and _holds(value, container):
+                if value is container or isinstance(value, list | tuple | dict) and holds(value, container):
                     return watched.label(name)
         return "a container of the model"
 
@@ -405,32 +441,6 @@ def _is_bookkeeping(module: Any) -> bool:
     return str(module).partition(".")[0] in ("torch", "transformers")
 
 
-def _is_same(before: Any, now: Any) -> bool:
-    return before is now or type(before) is type(now) and is_plain(now) and freeze(before) == freeze(now)
-
-
-def _entries(container: Any) -> Any:
-    """A copy of a container; of an object without a ``__dict__``, its attributes."""
-    names = slots_of(container)
-    return {name: getattr(container, name, MISSING) for name in names} if names else container.copy()
-
-
-def _holds_the_same(container: Any, entries: Any) -> bool:
-    """Whether two containers hold the very same objects in the same order, which most of a model's do."""
-    if len(container) != len(entries) or not all(map(is_, container, entries)):
-        return False
-    return not isinstance(container, dict) or all(map(is_, container.values(), entries.values()))
-
-
-def _flat(container: Any) -> Iterator[Any]:
-    if isinstance(container, dict):
-        for key, value in container.items():
-            yield key
-            yield value
-    else:
-        yield from sorted(container, key=id) if isinstance(container, set) else container
-
-
 def _tensor_reader(table: Mapping[str, Any], name: str) -> Callable[[], Any]:
     """Reads what a program must know of a tensor whose values it reads when it runs."""
 
@@ -444,13 +454,8 @@ def _tensor_reader(table: Mapping[str, Any], name: str) -> Callable[[], Any]:
 def _is_first_value(before: Any, now: Any) -> bool:
     """Whether a call fills a cache that was empty: the next call reads what is there then, and is of another kind."""
     return (before is MISSING or before is None) and all(
-        not leaf.requires_grad if isinstance(leaf, torch.Tensor) else is_plain(leaf) for leaf in _leaves(now)
+        not leaf.requires_grad if isinstance(leaf, torch.Tensor) else is_plain(leaf) for leaf in leaves_of(now)
     )
-
-
-def _holds(value: Any, container: Any) -> bool:
-    entries = value.values() if isinstance(value, Mapping) else value
-    return any(x is container for x in entries)
 
 
 def _advice(value: Any) -> str:
@@ -461,23 +466,17 @@ def _advice(value: Any) -> str:
     return "keep it in a registered buffer (self.n += 1 works on a tensor), set it outside of forward, or pass it in"
 
 
+def _is_carried(leaf: Any) -> bool:
+    """Whether a value can leave the program in an attribute."""
+    return isinstance(leaf, torch.Tensor | torch.SymInt) or is_plain(leaf)
+
+
 def _require_carried(value: Any, label: str, line: str) -> None:
     """Raises for a value that cannot leave the program in an attribute."""
-    for leaf in _leaves(value):
-        if not isinstance(leaf, torch.Tensor | torch.SymInt) and not is_plain(leaf):
+    for leaf in leaves_of(value):
+        if not _is_carried(leaf):
             raise refusal(
                 f"a call sets {label} to a {type(leaf).__name__}",
                 line,
                 "set it outside of forward, or keep tensors, numbers and strings, or lists and dicts of them, in it",
             )
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for x in value:
-            yield from _leaves(x)
-    elif type(value) is dict:
-        for x in value.values():
-            yield from _leaves(x)
-    else:
-        yield value

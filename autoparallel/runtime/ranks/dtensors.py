@@ -59,7 +59,8 @@ def handle_operators(device: str) -> None:
     _torch.dtensor.handle_operators((_ATEN.eye.out, _ATEN.eye.m_out), fill_whole)
     _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_TURNED), refuse_turning)
     _torch.dtensor.handle_operators(_torch.dtensor.list_operators(), on_lists)
-    _torch.dtensor.handle_operators([torch.ops.aten.stack.default], on_stack)
+    _torch.dtensor.handle_operators([_ATEN.stack.default], on_stack)
+    _torch.dtensor.handle_operators([_ATEN.cat.default], on_cat)
 
 
 _STAGES: set[DeviceMesh] = set()
@@ -232,6 +233,23 @@ def on_stack(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         tensors = [x if isinstance(x, DTensor) else replicated(x, meshes[0]) for x in tensors]
     with _torch.dtensor.leave_to_torch(operator):
         return operator(tensors, *rest, **kwargs)
+
+
+def on_cat(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What ``DTensor``s are joined to.
+
+    Raises:
+        RuntimeError: on every rank, where they lie on several stages of a pipeline.
+    """
+    meshes = {x.device_mesh if isinstance(x, DTensor) else None for x in args[0]}
+    if len(meshes) > 1 and not _STAGES.isdisjoint(meshes):
+        raise RuntimeError(
+            "tensors of several stages of a pipeline are joined to one, as LBFGS and parameters_to_vector do\n"
+            "What to change: join what model.full_parameters() gives; step with an optimizer that has a state for each "
+            "parameter."
+        )
+    with _torch.dtensor.leave_to_torch(operator):
+        return operator(*args, **kwargs)
 
 
 def _require_no_stage(meshes: Iterable[DeviceMesh | None]) -> None:

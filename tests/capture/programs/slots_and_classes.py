@@ -1,8 +1,9 @@
-"""Attributes that are read past the object that has them: of its class, of its ``__dict__``, of ``__slots__``."""
+"""Attributes that are read and written past the object that has them: by its class, ``__dict__`` or ``__slots__``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -114,3 +115,33 @@ class ScaleInSlotsMoved(Two):
     def forward(self, x: Tensor) -> Tensor:
         self.scales.value += 1.0  # refused
         return self.a(x) * self.scales.value
+
+
+@program(refused="registered buffer")
+class CountsInTheDict(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.__dict__["count"] += 1  # refused
+        return self.a(x) * self.__dict__["count"]
+
+
+@program(refused="registered buffer")
+class CountsPastItsClass(Two):
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        object.__setattr__(self, "count", self.count + 1)  # refused
+        return self.a(x) * self.count
+
+
+@program(ranks=True)
+class FirstValueInTheDict(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.__dict__.setdefault("scale", 1.5) + self.offset
+
+    @cached_property
+    def offset(self) -> float:
+        return 0.5

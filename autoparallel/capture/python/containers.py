@@ -1,0 +1,55 @@
+"""Lists, dicts, sets and objects without a ``__dict__``: what they hold, and whether that has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from operator import is_
+from typing import Any
+
+from autoparallel.graph.python_state import MISSING, freeze, is_plain, slots_of
+
+
+def is_same(before: Any, now: Any) -> bool:
+    """Whether a value is the same object, or a plain one that is equal."""
+    return before is now or type(before) is type(now) and is_plain(now) and freeze(before) == freeze(now)
+
+
+def entries_of(container: Any) -> Any:
+    """A copy of a container; of an object without a ``__dict__``, its attributes."""
+    names = slots_of(container)
+    return {name: getattr(container, name, MISSING) for name in names} if names else container.copy()
+
+
+def holds_the_same(container: Any, entries: Any) -> bool:
+    """Whether two containers hold the very same objects in the same order, which most of a model's do."""
+    if len(container) != len(entries) or not all(map(is_, container, entries)):
+        return False
+    return not isinstance(container, dict) or all(map(is_, container.values(), entries.values()))
+
+
+def flat(container: Any) -> Iterator[Any]:
+    """What a container holds; of a dict the keys, too."""
+    if isinstance(container, dict):
+        for key, value in container.items():
+            yield key
+            yield value
+    else:
+        yield from sorted(container, key=id) if isinstance(container, set) else container
+
+
+def holds(value: Any, container: Any) -> bool:
+    """Whether a container is an entry of another one."""
+    entries = value.values() if isinstance(value, Mapping) else value
+    return any(x is container for x in entries)
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """What lists, tuples and dicts hold in the end."""
+    if isinstance(value, list | tuple):
+        for x in value:
+            yield from leaves_of(x)
+    elif type(value) is dict:
+        for x in value.values():
+            yield from leaves_of(x)
+    else:
+        yield value
