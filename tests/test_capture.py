@@ -277,7 +277,7 @@ class _LearnedLoss(nn.Module):
 def test_a_model_that_cannot_be_copied_is_refused() -> None:
     model = nn.Linear(4, 4)
     model.stream = (i for i in range(3))  # type: ignore[assignment]
-    assert "cannot be copied" in refusal(model, torch.rand(8, 4))
+    assert "stream, a generator, cannot be copied" in refusal(model, torch.rand(8, 4))
 
 
 def test_capture_leaves_the_model_as_it_is() -> None:

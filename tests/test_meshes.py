@@ -117,6 +117,7 @@ def test_searches_are_bounded_and_what_was_not_tried_is_listed() -> None:
 # ------------------------------------------------------------------------------------------------------------- choices
 
 
+@pytest.mark.wide
 def test_a_mesh_is_searched_no_further_than_tells_that_it_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     model, limit = Deep(width=64, layers=8), 2.5e6
     options = {"rows": 4096, "width": 64, "memory_limit": limit}

@@ -218,7 +218,8 @@ class Attention(Block):
         return x + self.down(self.up(flex_attention(rows, rows, rows, score_mod=lambda s, *_: s * scale)[:, 0, 0]))
 
 
-@pytest.mark.parametrize("other", [2, pytest.param(3, marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("other", [2, 3])
 def test_functions_of_flex_attention_are_compared(other: int, stacks: list[list[Stack]]) -> None:
     captured = _capture(Model(lambda i: Attention(i, 2 if i != 4 else other)))
     assert stacks == [[Stack("model.blocks", 1, LAYERS - 1)] if other == 2 else []]

@@ -13,6 +13,7 @@ from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.utils import parametrize
 from torch.utils.hooks import BackwardHook
+from torch.utils.module_tracker import ModuleTracker
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
@@ -45,6 +46,27 @@ def backward_hook_of(module: nn.Module) -> BackwardHook:
     """What runs a module's backward hooks, as they are registered now, in one call of it."""
     full = module._get_backward_hooks()[0] if module._backward_hooks or modules._global_backward_hooks else []
     return BackwardHook(module, full, module._get_backward_pre_hooks())
+
+
+def is_tracker(hook: Any) -> bool:
+    """Whether a hook only follows which module runs, as that of ``torch.utils.flop_counter.FlopCounterMode``."""
+    return isinstance(getattr(hook, "__self__", None), ModuleTracker)
+
+
+@contextmanager
+def without_trackers() -> Iterator[None]:
+    """Inside, hooks for all modules that only follow which one runs do not."""
+    tables = (modules._global_forward_pre_hooks, modules._global_forward_hooks)
+    before = [dict(table) for table in tables]
+    for table in tables:
+        for key in [key for key, hook in table.items() if is_tracker(hook)]:
+            del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.clear()
+            table.update(hooks)
 
 
 pack_padded_sequence = torch._pack_padded_sequence

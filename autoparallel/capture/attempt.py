@@ -19,7 +19,7 @@ from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import has_unknown_sizes, keep_lines_of, make_fake_mode
-from autoparallel._torch.nn import parametrizations_made_anew
+from autoparallel._torch.nn import parametrizations_made_anew, without_trackers
 from autoparallel.capture.caches import asks_for_cache, make_no_caches
 from autoparallel.capture.describe import describe
 from autoparallel.capture.functional.functional import make_functional
@@ -37,9 +37,11 @@ from autoparallel.capture.refusals.refusals import (
     require_dense,
     require_own_memory,
     require_same_memory,
+    uncopied,
 )
 from autoparallel.capture.tracing.drawn_numbers import require_dropped
 from autoparallel.capture.tracing.inputs_read import InputsRead
+from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
 from autoparallel.capture.tracing.trace import Answers, Question, Trace
 from autoparallel.capture.tracing.tracing import everything_seen
 from autoparallel.capture.training import Training
@@ -113,7 +115,8 @@ class Attempt:
         precision: the dtypes in which parameters are used, inputs come and outputs leave; None leaves them.
         gradients: whether it is called with gradients enabled.
         autocast: the dtype of the autocast that it is called under: each cast becomes an operator of the graph.
-        leaves: the inputs of the call, whose values Python may read (see ``tracing.inputs_read``); None if it may not.
+        leaves: the inputs of the call.
+        may_read: whether Python may read their values (see ``tracing.inputs_read``).
 
     Attributes:
         scale: how many times the call's batch is traced.
@@ -144,7 +147,8 @@ class Attempt:
     ranks: int = 1
     gradients: bool = True
     autocast: torch.dtype | None = None
-    leaves: Sequence[Any] | None = None
+    leaves: Sequence[Any] = ()
+    may_read: bool = False
 
     def __post_init__(self) -> None:
         model, loss_fn, self.mode = self.model, self.loss_fn, make_fake_mode()
@@ -178,6 +182,7 @@ class Attempt:
         self.owners |= {name: name for name in self.attributes}
         self._trained = trained_attributes(tensors)
         self._reads = self._make_reads()
+        self._attributes = TensorAttributes(model, self.leaves)
 
     def _make_reads(self) -> GlobalsRead:
         return GlobalsRead(owners_of(self.loss_fn), packages_of(self.model, self.loss_fn))
@@ -215,7 +220,9 @@ class Attempt:
             self.closures.fill(plain)
         except Exception as error:
             raise CaptureError(
-                f"{type(model).__name__} cannot be copied for tracing ({error}); make its attributes copyable"
+                f"{uncopied(model, self.fakes)} cannot be copied for tracing ({type(error).__name__}: {error})\n"
+                "What to change: make it such that copy.deepcopy(model) works (a __getattr__ of its class must raise "
+                "AttributeError for what is not there)."
             ) from error
         for name in self.attributes:
             make_buffer(plain, name)
@@ -240,14 +247,24 @@ class Attempt:
     def run(self, wrapper: Training, answer: bool = True) -> Any:
         """Runs a copy without a trace, with one answer for all that Python asks of tensors' values."""
         answers = Answers(rest=answer, most=_MOST_REHEARSED)
-        self.rehearsals.append(_trace_of(wrapper, [], answers=answers, inputs=self._inputs_read()))
+        self.rehearsals.append(self._trace_of(wrapper, [], answers=answers))
         with everything_seen(self.rehearsals[-1]):
             results = wrapper(*self.inputs)
         require_dropped(self.rehearsals[-1].drawn)
         return results
 
-    def _inputs_read(self) -> InputsRead | None:
-        return None if self.leaves is None else InputsRead(self.leaves)
+    def _trace_of(self, wrapper: Training, questions: list[Question], **options: Any) -> Trace:
+        """What a trace of a copy of the model notes beside operators.
+
+        Args:
+            questions: the tensors are added that Python asks whether they hold.
+        """
+        paths = {id(module): path for path, module in wrapper.model.named_modules()}
+        findings, inputs = wrapper.findings, InputsRead(self.leaves) if self.may_read else None
+        return Trace(
+            findings.originals, paths, findings.existing, findings.left_out, questions, inputs=inputs,
+            attributes=self._attributes, **options,
+        )  # fmt: skip
 
     def trace(self, stacks: list[Stack], as_compiled: bool = False) -> Captured:
         """Traces a copy without the inner layers of its stacks, and fills them up."""
@@ -292,9 +309,9 @@ class Attempt:
             """A trace of all ways that begin with some answers."""
             wrapper = self.make()
             leave_out(wrapper, stacks)
-            trace = _trace_of(
+            trace = self._trace_of(
                 wrapper, wrapper.findings.questions, answers=Answers(answers), as_compiled=as_compiled,
-                calls=calls, hooks=hooks, inputs=self._inputs_read(),
+                calls=calls, hooks=hooks,
             )  # fmt: skip
             way = self._trace_way(wrapper, trace)
             while (number := len(trace.questions) - 1) >= len(answers):
@@ -340,7 +357,7 @@ class Attempt:
         torch.set_grad_enabled(self.gradients)
         cast = torch.autocast("cpu", self.autocast, enabled=self.autocast is not None)
         try:
-            with only_the_users(), parametrizations_made_anew(), cast:
+            with only_the_users(), parametrizations_made_anew(), without_trackers(), cast:
                 captured = self._capture()
         finally:
             self.reads_values |= has_unknown_sizes(self.mode) or any(run.reads_values for run in self.rehearsals)
@@ -392,7 +409,8 @@ class Attempt:
                     raise
                 # It speaks of sizes, not of symbols.
                 raise FailsUntraced(explain_failure(failed, whole.model, whole.findings.has_outputs)) from failed
-        for state in (whole.recorder.state(), reads.state(), self.closures.state(), read_of_loss(self.loss_fn)):
+        states = whole.recorder.state(), reads.state(), self.closures.state(), self._attributes.state()
+        for state in (*states, read_of_loss(self.loss_fn)):
             captured.state.merge(state)
         if failed is None:  # else all of the model was traced
             captured.python_draws = len(drawn)
@@ -446,17 +464,6 @@ def _with_line(
             run(wrapper)
 
     return error.at(first_line(again, lambda: error.has_changed(wrapper.recorder, reads)))
-
-
-def _trace_of(wrapper: Training, questions: list[Question], **options: Any) -> Trace:
-    """What a trace of a copy of the model notes beside operators.
-
-    Args:
-        questions: the tensors are added that Python asks whether they hold.
-    """
-    paths = {id(module): path for path, module in wrapper.model.named_modules()}
-    findings = wrapper.findings
-    return Trace(findings.originals, paths, findings.existing, findings.left_out, questions, **options)
 
 
 def _shapes_of(inputs: tuple[Any, ...], leaves: Sequence[Any], dynamic: Sequence[dict[int, Any] | None]) -> Any:

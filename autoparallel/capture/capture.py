@@ -53,21 +53,21 @@ def _capture(
 ) -> Captured:
     _torch.export.import_tracer()
     fully_closed = closed(specs, batch=False)
-    attempts: list[tuple[Sequence[InputSpec | Any], Sequence[Any] | None]] = [(specs, None)]
+    attempts: list[tuple[Sequence[InputSpec | Any], bool]] = [(specs, False)]  # and whether values may be read
     numbers = any(isinstance(s, NumberSpec) for s in specs)
-    attempts += [(without_numbers(specs), None)] * numbers
-    attempts += [(closed(specs), None)] * any(s.open for s in specs if isinstance(s, InputSpec))
-    attempts += [(fully_closed, None)] * any(s.batch for s in specs if isinstance(s, InputSpec))
-    attempts += [(fully_closed, leaves)] * any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    attempts += [(without_numbers(specs), False)] * numbers
+    attempts += [(closed(specs), False)] * any(s.open for s in specs if isinstance(s, InputSpec))
+    attempts += [(fully_closed, False)] * any(s.batch for s in specs if isinstance(s, InputSpec))
+    attempts += [(fully_closed, True)] * any(isinstance(leaf, torch.Tensor) for leaf in leaves)
     failed: CaptureError | None = None
     vain: list[Any] = []  # what a model cannot be called with, traced or not
     reads_values = refused = False
     fixed: dict[str, None] = {}
-    for forms, values in attempts:
+    for forms, may_read in attempts:
         in_vain = refused or failed is not None and _examples(forms, options) == vain
-        if in_vain if values is None else not reads_values:
+        if not reads_values if may_read else in_vain:
             continue
-        attempt = Attempt(model, forms, in_spec, fixed=fixed, leaves=values, **options)
+        attempt = Attempt(model, forms, in_spec, fixed=fixed, leaves=leaves, may_read=may_read, **options)
         try:
             with _torch.export.without_reports():
                 captured = attempt.capture()

@@ -13,11 +13,12 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.capture.caches import CURE, asks_for_cache, without_caches
-from autoparallel.capture.python.recorder import Recorder
+from autoparallel.capture.python.recorder import Recorder, StateChangedError
 from autoparallel.capture.refusals.data_access import DataAccess
+from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
 from autoparallel.capture.tracing.trace import Question, listening
 from autoparallel.graph.caches import caches_in, release, tensors_in
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.changed_arguments import ARGUMENTS, describe_changes, note_containers
 from autoparallel.graph.nesting import flatten
 from autoparallel.graph.python_state import is_plain
@@ -124,14 +125,18 @@ class Training(nn.Module):
         for number, earlier in self.twins:
             inputs[number] = inputs[earlier]
         trace = listening()
-        if trace is not None and trace.inputs is not None:
-            trace.inputs.note_inputs(inputs)
+        before, now = self.findings.registered, dict(_torch.tensors.named_tensors(self.model))
+        if trace is not None:
+            trace.attributes.note_tensors(now, inputs)
+            if trace.inputs is not None:
+                trace.inputs.note_inputs(inputs)
         self._changes: dict[str, Any] = {}
         args, kwargs = release(pytree.tree_unflatten(inputs, nesting))
-        before, now = self.findings.registered, dict(_torch.tensors.named_tensors(self.model))
         exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
         with self.recorder, DataAccess(), exchange:
             leaves, self.findings.spec = flatten(self._outputs(args, kwargs))
+        if trace is not None:
+            _require_unset(trace.attributes)
         _require_leaves(leaves)
         for name, value in {**self.recorder.take(), **self._changes}.items():
             more, self.findings.attributes[name] = pytree.tree_flatten(value)
@@ -168,6 +173,18 @@ class Training(nn.Module):
         if not asks_for_cache(self.model.forward, args, kwargs):
             outputs = without_caches(outputs)
         return _cast(outputs, self.output_dtype)
+
+
+def _require_unset(attributes: TensorAttributes) -> None:
+    if name := attributes.newly_set():
+        raise StateChangedError(
+            lambda line: refusal(
+                f"a call sets {name}, an attribute of a tensor,",
+                line,
+                "keep it in an attribute of the module, or return it as an output",
+            ),
+            lambda *_: bool(attributes.newly_set()),
+        )
 
 
 def _require_leaves(values: Sequence[Any]) -> None:

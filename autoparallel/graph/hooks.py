@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autoparallel._torch.nn import modules
+from autoparallel._torch.nn import is_tracker, modules
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.python_state import Same
 from autoparallel.operators.opaque import Arguments, Unsupported, fill_template
@@ -36,7 +36,7 @@ def hooks_of(submodules: Iterable[nn.Module]) -> Hashable:
         if theirs or module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
             registered += [(i, name, *_hooks(getattr(module, name))) for name in _OF_A_MODULE if getattr(module, name)]
     for name in _GLOBAL:
-        if table := getattr(modules, name):
+        if table := {key: hook for key, hook in getattr(modules, name).items() if not is_tracker(hook)}:
             registered.append((name, *_hooks(table)))
     return tuple(registered)
 

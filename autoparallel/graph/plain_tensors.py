@@ -106,7 +106,7 @@ def make_buffer(model: nn.Module, name: str) -> None:
 
 
 def tensor_at(model: nn.Module, name: str) -> torch.Tensor:
-    """A buffer, or a tensor that is a plain attribute, by its path."""
+    """A parameter, a buffer, or a tensor that is a plain attribute, by its path."""
     path, _, attribute = name.rpartition(".")
     value: torch.Tensor = getattr(model.get_submodule(path), attribute)
     return value

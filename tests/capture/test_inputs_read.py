@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -31,6 +32,7 @@ def batch(*lengths: int, rows: int = 4) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 7, 8, dtype=torch.float64), torch.tensor(lengths)
 
 
+@pytest.mark.wide
 def test_only_the_input_that_is_read_is_kept() -> None:
     leaves = batch(3, 4)
     graph = captured(Splits().double(), *leaves, options={"leaves": leaves})
@@ -109,6 +111,7 @@ def _evaluated_first() -> float:
     return float((model(*inputs) - plain(*inputs)).detach().abs().max())
 
 
+@pytest.mark.wide
 def test_an_odd_batch_may_come_first() -> None:
     """Parameters are planned on a batch that divides, where a model can be captured with one."""
     assert max(run_distributed(_evaluated_first, world_size=2)) < 1e-9

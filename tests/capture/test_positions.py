@@ -53,10 +53,10 @@ def is_causal(graph: Captured) -> bool:
     [
         ("plain", True),
         ("shifted", True),
-        ("in steps of two", False),
-        ("packed by a write", False),
+        pytest.param("in steps of two", False, marks=pytest.mark.wide),
+        pytest.param("packed by a write", False, marks=pytest.mark.wide),
         ("packed by a remainder", False),
-        ("packed through a view", False),
+        pytest.param("packed through a view", False, marks=pytest.mark.wide),
     ],
 )
 def test_a_mask_is_left_out_where_positions_count_up(kind: str, expected: bool) -> None:

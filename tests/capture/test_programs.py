@@ -50,7 +50,7 @@ def test_one_rank(program: Program, one_rank: dict[str, str]) -> None:
 
 
 @pytest.mark.slow_where(lambda names: names not in PARTS[:WIDE_PARTS])
-@pytest.mark.wide_where(lambda plan, names: (plan, names) != ("fsdp", PARTS[0]))
+@pytest.mark.wide
 @pytest.mark.parametrize("names", PARTS, ids=lambda names: names[0])
 @pytest.mark.parametrize("plan", PLANS)
 def test_two_ranks(plan: str, names: list[str]) -> None:

@@ -154,6 +154,7 @@ def _in_microbatches() -> str:
     return str(error.value)
 
 
+@pytest.mark.wide
 def test_microbatches_could_go_other_ways_than_the_batch() -> None:
     words = run_distributed(_in_microbatches, world_size=2)
     assert words[1] == f"rank 0 failed: {words[0]}"

@@ -104,6 +104,7 @@ def test_beside_data_parallelism_it_is_the_same() -> None:
         assert found.exact
 
 
+@pytest.mark.wide
 def test_auto_shards_by_head_what_else_every_rank_would_compute() -> None:
     config = FusedConfig(width=32, heads=4, hidden=64)
     for found in run_distributed(_train, (2,), "auto", SLOW, config, ("unbind",), world_size=2):
@@ -134,6 +135,7 @@ def _step_on_whole_matrices(ways: tuple[str, ...]) -> dict[str, Any]:
     return {"far": found, "modes": modes, "whole": whole}
 
 
+@pytest.mark.wide
 def test_optimizers_of_whole_matrices_step_on_rows_in_the_users_order() -> None:
     for found in run_on_ranks(_step_on_whole_matrices, ("groups",), world_size=2):
         assert all(far < 1e-9 for far in found["far"].values()), found

@@ -210,6 +210,7 @@ def test_the_way_that_a_value_chooses_has_second_derivatives(name: str) -> None:
         assert max(each["worst"] for each in found.values()) < 1e-9, found
 
 
+@pytest.mark.wide
 def test_parameters_gathered_for_each_use_and_layers_that_run_again_have_second_derivatives() -> None:
     for found in run_distributed(_all_uses, "layers", (2,), "fsdp", {"memory_limit": 36_000}, world_size=2):
         assert max(each["worst"] for each in found.values()) < 1e-9, found

@@ -165,6 +165,7 @@ def test_states_go_to_host_memory_where_nothing_else_fits_or_all_else_is_slower(
     assert "Optimizer states: in host memory; now in the device's memory." in diff_plans(asked.plan, slow.plan)
 
 
+@pytest.mark.wide
 def test_stages_leave_states_in_host_memory_where_nothing_else_fits() -> None:
     with torch.device("meta"):
         model, x = _Deep(), torch.empty(256, WIDTH)

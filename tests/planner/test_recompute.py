@@ -102,6 +102,7 @@ def test_a_plan_from_before_recomputes_whole_layers_and_an_unknown_way_is_refuse
         Plan.from_json(json.dumps({**data, "recompute": {"blocks.1": "half"}}))
 
 
+@pytest.mark.wide
 def test_a_limit_that_nothing_fits_says_the_least_that_is_needed_what_for_and_what_helps() -> None:
     with pytest.raises(PlanError, match=r"no plan fits in 100\.0 kB .* 4 layers run again .* needs [\d.]+ kB") as e:
         _draft(1e5)

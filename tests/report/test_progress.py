@@ -55,6 +55,7 @@ def _predicted(around: AbstractContextManager[Any]) -> Prediction | None:
         return model.plan.prediction
 
 
+@pytest.mark.wide
 def test_a_prediction_is_the_same_wherever_it_is_asked_for() -> None:
     expected = _predicted(nullcontext())
     assert expected is not None and expected.backward_seconds

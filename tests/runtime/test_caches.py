@@ -161,6 +161,7 @@ def _handed_in() -> dict[str, Any]:
     return {"apart": _off(*seen), "training": _off(*losses)}
 
 
+@pytest.mark.wide
 def test_a_cache_that_is_handed_in_becomes_what_the_call_makes_of_it() -> None:
     (found,) = run_distributed(_handed_in, world_size=1)
     assert found["apart"] < 1e-6 and found["training"] < 1e-6

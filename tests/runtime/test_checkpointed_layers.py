@@ -74,6 +74,7 @@ def _peak(how: str) -> tuple[float, float, Plan]:
     return sum(alive.ledger.peak.values()), prediction.total_memory - resting, model.plan
 
 
+@pytest.mark.wide
 def test_layers_that_the_model_checkpoints_keep_only_what_enters_them(caplog: pytest.LogCaptureFixture) -> None:
     whole, _, plan = _peak("")
     assert not plan.recompute and not plan.checkpointed

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import autoparallel
 from tests.runtime.support import (
@@ -281,6 +282,18 @@ def test_a_parameter_that_others_share_is_not_trained_twice() -> None:
     assert "0.weight is a parameter of a model that is compiled already" in raised(lambda: autoparallel.compile(second))
     told = raised((model(x) - second(x)).square().mean().backward)
     assert "a gradient comes to the plain parameter 0.weight" in told
+
+
+def test_operations_are_counted_as_those_of_the_plain_model() -> None:
+    plain = make(Perceptron)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    counts = []
+    for model in (plain, autoparallel.compile(copy.deepcopy(plain))):
+        for _ in range(2):  # the first call traces and predicts, which counts nothing
+            with FlopCounterMode(display=False) as counter:
+                model(x).square().mean().backward()
+            counts.append(counter.get_total_flops())
+    assert counts[0] > 0 and len(set(counts)) == 1, counts
 
 
 def test_torch_compile_around_a_compiled_model_leaves_it_as_it_is() -> None:

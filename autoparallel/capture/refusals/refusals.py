@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import traceback
@@ -272,6 +273,23 @@ def explain_failure(error: Exception, model: nn.Module, in_loss: bool) -> str:
         )
     first = text.splitlines()[0] if text else ""
     return f"{type(model).__name__} cannot be captured at {where}\n{kind}: {first}\nWhat to change: {advice}."
+
+
+def uncopied(model: nn.Module, memo: Mapping[int, Any]) -> str:
+    """What of a model cannot be copied: the first attribute of a module that cannot be alone, else the model.
+
+    Args:
+        memo: of ``copy.deepcopy``.
+    """
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name.startswith("_"):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:  # noqa: BLE001 - whatever the user's class raises
+                return f"{'.'.join(filter(None, (path, name)))}, a {type(value).__name__},"
+    return type(model).__name__
 
 
 _OF_TORCH = {

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from autoparallel import _torch
 from autoparallel.capture.refusals.refusals import INSTEAD_OF_WAYS
 from autoparallel.capture.tracing.inputs_read import InputsRead
+from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
 from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.hooks import HookTemplate
 from autoparallel.graph.layers import mark_checkpointed
@@ -69,6 +70,7 @@ class Trace:
         calls: what stands behind the names in ``autoparallel::call``, which may be shared by several traces.
         hooks: the tensor hooks behind the names in ``autoparallel::hook``; shared, too.
         inputs: where Python may read values that follow from inputs.
+        attributes: those that the user has set on tensors.
 
     Attributes:
         reads_values: whether Python reads a tensor's value.
@@ -93,12 +95,13 @@ class Trace:
         calls: dict[str, OpaqueCall] | None = None,
         hooks: dict[str, HookTemplate] | None = None,
         inputs: InputsRead | None = None,
+        attributes: TensorAttributes,
     ) -> None:
         self.originals, self.paths, self.existing, self.as_compiled = originals, paths, existing, as_compiled
         self.answers, self.questions = answers, questions
         self.calls: dict[str, OpaqueCall] = {} if calls is None else calls
         self.hooks: dict[str, HookTemplate] = {} if hooks is None else hooks
-        self.inputs, self.reads_values = inputs, False
+        self.inputs, self.attributes, self.reads_values = inputs, attributes, False
         self.asked_at: str | None = None
         self.has_leaves = False
         self._regions: list[tuple[fx.Graph | None, int]] = []  # that the model is in

@@ -39,6 +39,7 @@ from autoparallel.capture.tracing.values_read import NAMES as VALUES_READ
 from autoparallel.capture.tracing.values_read import READING
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.lines import line_of_frame
+from autoparallel.graph.python_state import MISSING, is_library
 from autoparallel.operators.opaque import opaque_calls
 
 
@@ -191,6 +192,17 @@ def _validate_device(*tensors: torch.Tensor) -> None:
     return None
 
 
+def _attribute(self: torch.Tensor, name: str) -> Any:
+    """An attribute of the user's tensor that what stands for it has not."""
+    trace, value = listening(), MISSING
+    frame = sys._getframe(1)
+    if trace is not None and name[:2] != "__" and not is_library(frame.f_code.co_filename):
+        value = trace.attributes.read(self, name, line_of_frame(frame))
+    if value is MISSING:
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    return value
+
+
 def _as_told(answer: Callable[[], bool]) -> bool:
     """The code that a function has meanwhile; it stays the object by which Dynamo, and a model's imports, know it."""
     return answer()
@@ -236,6 +248,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *VALUES_READ,
     (*_torch.export.VALIDATE_DEVICE, _validate_device),
     (torch.nn.Module, "to", _to),
+    (torch.Tensor, "__getattr__", _attribute),
     (torch.nn.SyncBatchNorm, "forward", _sync_batch_norm),
     (torch.inference_mode, "__enter__", _enter_inference_mode),
     (torch.inference_mode, "__exit__", _exit_inference_mode),

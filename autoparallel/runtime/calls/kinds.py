@@ -252,8 +252,9 @@ class Kinds:
                 kind = self._kinds.get(key)
         if kind is None:
             started = time.perf_counter()
-            # What is made now is used for training, too; what the loop does to saved tensors is not for dry runs.
-            with torch.inference_mode(False), _torch.autograd.saved_as_they_are():
+            # What is made now is used for training, too; what the loop does to saved tensors, or counts (as
+            # FlopCounterMode does), is not for dry runs.
+            with torch.inference_mode(False), _torch.autograd.saved_as_they_are(), _torch.export.without_modes():
                 kind = self.maker.make_kind(call, trace)
             self._add(kind, key, call, "planned" if trace is not None else "captured and planned", why, started)
         kind.runner.require_fits(call)

@@ -1,0 +1,84 @@
+"""Attributes that the user has set on tensors: ``weight.scale = 2.0``, and ``self.weight.scale`` in a forward.
+
+What stands for the tensors of a model and of its inputs while it is traced has none of them, so that Python asks
+``torch.Tensor.__getattr__``, which torch does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from autoparallel import _torch
+from autoparallel.graph.captured import refusal
+from autoparallel.graph.plain_tensors import tensor_at
+from autoparallel.graph.python_state import MISSING, PythonState, is_plain
+
+
+class TensorAttributes:
+    """What is read of the attributes of a model's tensors, by all traces of one attempt.
+
+    Args:
+        model: the user's.
+        leaves: the inputs of the call, as far as they are at hand.
+    """
+
+    def __init__(self, model: nn.Module, leaves: Sequence[Any]) -> None:
+        self._model, self._leaves = model, leaves
+        self._users: dict[int, tuple[str, Tensor]] = {}  # by the id of what stands for it, a tensor and its name
+        self._inputs: dict[int, Tensor] = {}
+        self._before: list[tuple[str, Tensor, set[str]]] = []  # the attributes of what stands for them
+        self._read: dict[tuple[str, str], None] = {}
+
+    def note_tensors(self, stand_ins: Mapping[str, Tensor], inputs: Sequence[Any]) -> None:
+        """Notes what stands for parameters and buffers, by name, and for inputs."""
+        for _, x, names in self._before:  # copies share them
+            for name in vars(x).keys() - names:
+                delattr(x, name)
+        users = dict(_torch.tensors.named_tensors(self._model))
+        self._users = {id(x): (name, users[name]) for name, x in stand_ins.items() if name in users}
+        self._before = [(name, x, set(vars(x))) for name, x in stand_ins.items()]
+        self._inputs = {id(x): leaf for x, leaf in zip(inputs, self._leaves, strict=False) if isinstance(leaf, Tensor)}
+
+    def read(self, tensor: Tensor, name: str, line: str) -> Any:
+        """The attribute of the user's tensor; ``MISSING`` where it has none.
+
+        Args:
+            line: the one that reads it.
+
+        Raises:
+            CaptureError: where it is no constant.
+        """
+        label, owner = self._users.get(id(tensor), ("", None))
+        of_input = self._inputs.get(id(tensor))
+        if owner is None:
+            if of_input is None or name not in vars(of_input):
+                return MISSING
+            what = f"{name}, an attribute of an input, is read"
+            raise refusal(what, line, "pass it to the model as an argument of its own")
+        self._read[label, name] = None
+        value = vars(owner).get(name, MISSING)
+        if value is not MISSING and not is_plain(value):
+            what = f"{label}.{name}, a {type(value).__name__} that is an attribute of a tensor, is read"
+            raise refusal(what, line, "keep it in an attribute of the module")
+        return value
+
+    def newly_set(self) -> str:
+        """An attribute of a parameter or a buffer that the run has set; empty for none."""
+        new = (f"{label}.{name}" for label, x, names in self._before for name in vars(x).keys() - names)
+        return next(new, "")
+
+    def state(self) -> PythonState:
+        """What was read."""
+        state = PythonState()
+        for label, name in self._read:
+            place = id(self._model), label, name
+            state.watch(f"{label}.{name}", partial(_attribute_of, self._model, label, name), place)
+        return state
+
+
+def _attribute_of(model: nn.Module, label: str, name: str) -> Any:
+    return vars(tensor_at(model, label)).get(name, MISSING)
