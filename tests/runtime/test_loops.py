@@ -296,6 +296,17 @@ def test_operations_are_counted_as_those_of_the_plain_model() -> None:
     assert counts[0] > 0 and len(set(counts)) == 1, counts
 
 
+def test_export_is_given_the_plain_model() -> None:
+    x = torch.randn(8, 8, dtype=torch.float64)
+    model = autoparallel.compile(make(Perceptron))
+    expected = model(x)
+    with pytest.raises(RuntimeError, match=r"model.whole\(\) as plain: torch.export.export"):
+        torch.export.export(model, (x,))
+    with model.whole() as plain:
+        program = torch.export.export(plain, (x,))
+    assert off(program.module()(x), expected) == 0
+
+
 def test_torch_compile_around_a_compiled_model_leaves_it_as_it_is() -> None:
     """Also around the loop's step; the model itself says how it is compiled (``backend=``)."""
     plain = make(Perceptron)

@@ -46,12 +46,18 @@ class CallReader:
             is_whole: whether the model's parameters are gathered now (see ``ParallelModule.whole``).
 
         Raises:
-            RuntimeError: under a transform of ``torch.func``, where ranks cannot even tell each other of it.
+            RuntimeError: under a transform of ``torch.func``, where ranks cannot even tell each other of it, and under
+                ``torch.export``.
         """
         if _torch.autograd.is_transforming():
             raise RuntimeError(
                 "a transform of torch.func (vmap, grad, jvp) cannot see into a compiled model\n"
                 "What to change: transform inside of the model's forward, or the plain model (model.whole())."
+            )
+        if torch.compiler.is_exporting():
+            raise RuntimeError(
+                "torch.export (and torch.onnx.export) cannot see into a compiled model\n"
+                "What to change: export the plain one: `with model.whole() as plain: torch.export.export(plain, args)`."
             )
         with_target = self.has_loss_fn and len(args) > 0 and self._binds(args[:-1], kwargs)
         caches: list[Any] = []

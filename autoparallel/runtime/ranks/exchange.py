@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import torch
 
+from autoparallel import _torch
 from autoparallel.comm.waiting import RankMismatchError
 from autoparallel.graph.calls import Call
 from autoparallel.runtime.gradients.store import GradientStore
@@ -117,7 +118,8 @@ class Exchange:
         self.calls += 1
         text = f"{type(error).__name__}: {error}"
         row = digest("call", self.name, self._counts(), text)
-        self._require_same_call(self.agreement.ask(row, f"call {self.calls} of {self.name}")(), lambda: text)
+        with _torch.export.without_modes():  # it may be torch.export that calls
+            self._require_same_call(self.agreement.ask(row, f"call {self.calls} of {self.name}")(), lambda: text)
         raise error
 
     def of_other(self, what: str, *numbers: float) -> list[list[float]]:
