@@ -102,6 +102,8 @@ def _grad_fn(trace: Trace, func: Any, tensor: Tensor, *rest: Any) -> Any:
 def _grad(trace: Trace, func: Any, tensor: Tensor, *rest: Any) -> Any:
     if _caller().startswith(FOLDER) and _caller() != _MODULE:
         return func(tensor, *rest)
+    if not tensor.requires_grad and not trace.attributes.is_parameter(tensor):
+        return None  # of a buffer, as a library asks for that works on parameters, too
     raise refuse(
         "a gradient is read or cleared inside of the model (.grad), where the program has none",
         "do it in the loop, and keep what the model needs of it in a registered buffer",

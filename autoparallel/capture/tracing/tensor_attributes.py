@@ -66,6 +66,10 @@ class TensorAttributes:
             raise refusal(what, line, "keep it in an attribute of the module")
         return value
 
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """Whether a tensor stands for a parameter of the model."""
+        return isinstance(self._users.get(id(tensor), ("", None))[1], nn.Parameter)
+
     def newly_set(self) -> str:
         """An attribute of a parameter or a buffer that the run has set; empty for none."""
         new = (f"{label}.{name}" for label, x, names in self._before for name in vars(x).keys() - names)

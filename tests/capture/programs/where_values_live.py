@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.capture.programs.inplace import Two
+from tests.capture.programs.inplace import Two, TwoAndAMean
 from tests.capture.registry import loop, program
 from tests.capture.runner import STEPS, Run, sgd
 
@@ -179,3 +179,14 @@ def _change_base(_: Any, step: int) -> None:
 class ScaleOfItsBase(Base):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * super().gain
+
+
+@program()
+class ReadsTheGradientOfABuffer(TwoAndAMean):
+    """Which is none, as a codebook's is that an average updates."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.a(x)
+        if self.mean.grad is None:
+            self.mean.lerp_(out.detach().mean(0), 0.1)
+        return out - self.mean
