@@ -28,7 +28,7 @@ from autoparallel.capture.functional.passes import filling_passes, resolving_pas
 from autoparallel.capture.functional.selections import group_selections
 from autoparallel.capture.functional.ways import Way, literals_of, merge
 from autoparallel.capture.python.closures import Closures
-from autoparallel.capture.python.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss, refused_draw
+from autoparallel.capture.python.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss
 from autoparallel.capture.python.recorder import LOSS, Recorder, StateChangedError
 from autoparallel.capture.refusals.refusals import (
     INSTEAD_OF_WAYS,
@@ -46,7 +46,7 @@ from autoparallel.capture.tracing.trace import Answers, Question, Trace
 from autoparallel.capture.tracing.tracing import everything_seen
 from autoparallel.capture.training import Training
 from autoparallel.capture.user_warnings import only_the_users
-from autoparallel.graph.captured import Captured, CaptureError, InputSpec, NumberSpec
+from autoparallel.graph.captured import Captured, CaptureError, InputSpec, NumberSpec, refused_draw
 from autoparallel.graph.hooks import HookTemplate, require_full_hooks
 from autoparallel.graph.layers import find_runs, is_checkpointed, layer_of
 from autoparallel.graph.lines import first_line, line_of
@@ -185,7 +185,7 @@ class Attempt:
         self._attributes = TensorAttributes(model, self.leaves)
 
     def _make_reads(self) -> GlobalsRead:
-        return GlobalsRead(owners_of(self.loss_fn), packages_of(self.model, self.loss_fn))
+        return GlobalsRead(owners_of(self.loss_fn), packages_of(self.model, self.loss_fn), self.model)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for a parameter or a buffer, in the dtype in which it is used."""

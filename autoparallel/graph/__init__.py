@@ -10,6 +10,7 @@
 - ``plain_tensors``: tensors that a model holds without having registered them.
 - ``nesting``: nested values as leaves; ``caches``: those of generation among them; ``changed_arguments``: the dicts and
   lists that a call changes.
+- ``generators``: those of random numbers that are Python's and numpy's.
 - ``garbage``: when Python looks for garbage.
 - ``lines``: the user's line behind a node or a frame.
 """

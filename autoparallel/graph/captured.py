@@ -36,6 +36,15 @@ def refusal(what: str, line: str, cure: str) -> CaptureError:
     return CaptureError(f"{what} at {line}\nWhat to change: {cure}.")
 
 
+def refused_draw(generators: str, line: str) -> CaptureError:
+    """Why a draw cannot be traced, and what to change."""
+    return CaptureError(
+        f"the model draws from {generators} at {line}: a trace would hold one draw for ever\n"
+        "What to change: draw with torch (torch.rand, torch.bernoulli, nn.Dropout) and use torch.where, or draw "
+        "outside of the model and pass the number in as a tensor."
+    )
+
+
 @dataclass(frozen=True)
 class Constant:
     """A leaf of the output that is no tensor."""

@@ -11,7 +11,8 @@ import itertools
 import sys
 import types
 from argparse import Namespace
-from collections import deque
+from array import array
+from collections import UserList, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -23,6 +24,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from autoparallel import _torch
+from autoparallel.graph.generators import GENERATORS, state_of
 from autoparallel.graph.input_values import ValuesRead
 from autoparallel.operators.opaque import CONSTANTS
 
@@ -36,6 +38,9 @@ OPAQUE = (
 )  # fmt: skip
 """What is compared by identity: what is in it is looked at where it is read."""
 
+
+_HOLDERS = (Mapping, list, tuple, set, frozenset, deque, UserList)
+"""What is compared by what it holds, also where it is of a user's class."""
 
 OF_INPUTS = "what Python reads of the inputs at"
 """How the label of such a value begins."""
@@ -72,17 +77,23 @@ def freeze(value: Any, deep: bool = False, outer: tuple[int, ...] = ()) -> Hasha
     Args:
         deep: compares objects by their attributes, too.
     """
+    if isinstance(value, float | complex) and (value != value or not value):
+        return type(value), repr(value)  # 0.0 is equal to -0.0
     if is_plain(value):
-        return type(value), repr(value) if value != value else str(value) if isinstance(value, slice) else value
+        return type(value), str(value) if isinstance(value, slice) else value
     if id(value) in outer:
         return "again", outer.index(id(value))
     outer = (*outer, id(value))
-    if isinstance(value, tuple | list | deque):
+    if isinstance(value, tuple | list | deque | UserList):
         return type(value), tuple([freeze(x, deep, outer) for x in value])
     if isinstance(value, Mapping) and not isinstance(value, OPAQUE):
         return type(value), tuple([(freeze(k, deep, outer), freeze(v, deep, outer)) for k, v in value.items()])
     if isinstance(value, set | frozenset):
         return type(value), frozenset([freeze(x, deep, outer) for x in value])
+    if isinstance(value, array | bytearray):
+        return type(value), bytes(value)
+    if isinstance(value, GENERATORS):
+        return Same(value), freeze(state_of(value))
     if isinstance(value, np.ndarray):
         return "array", value.shape, value.dtype.str, hash(value.tobytes())
     if isinstance(value, np.generic):
@@ -164,7 +175,7 @@ class PythonState:
         """
         for label, (table, name, value) in self.attributes.items():
             now = table.get(name, MISSING)
-            if now is not value and (type(now) is not type(value) or not is_plain(value) or now != value):
+            if now is not value and (not is_plain(value) or freeze(now) != freeze(value)):
                 return label
         for label, guard in self.guards.items():
             if not guard.holds():
@@ -195,7 +206,8 @@ class PythonState:
             owner: whose dict that is, where it makes another one each time.
         """
         value, place = table.get(name, MISSING), (id(table if owner is None else owner), name)
-        if value is MISSING or is_plain(value) or isinstance(value, OPAQUE) or not deep and is_data(value):
+        is_object = not deep and is_data(value) and not isinstance(value, _HOLDERS)
+        if value is MISSING or is_plain(value) or isinstance(value, OPAQUE) or is_object:
             self.attributes[self._label_at(place, label)] = table, name, value
         else:
             self.watch(label, partial(table.get, name, MISSING), place, deep)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping
 from operator import is_
 from typing import Any
 
+import numpy as np
+
+from autoparallel.graph.generators import GENERATORS
 from autoparallel.graph.python_state import MISSING, freeze, is_plain, slots_of
+
+BY_VALUE = (np.ndarray, array, bytearray, *GENERATORS)
+"""What holds numbers, or draws them."""
 
 
 def is_same(before: Any, now: Any) -> bool:
@@ -15,7 +22,9 @@ def is_same(before: Any, now: Any) -> bool:
 
 
 def entries_of(container: Any) -> Any:
-    """A copy of a container; of an object without a ``__dict__``, its attributes."""
+    """A copy of a container; of an object without a ``__dict__``, its attributes; of numbers, what compares them."""
+    if isinstance(container, BY_VALUE):
+        return freeze(container)
     names = slots_of(container)
     return {name: getattr(container, name, MISSING) for name in names} if names else container.copy()
 
@@ -35,6 +44,12 @@ def flat(container: Any) -> Iterator[Any]:
             yield value
     else:
         yield from sorted(container, key=id) if isinstance(container, set) else container
+
+
+def refill(container: Any, entries: Any) -> None:
+    """Puts back what a container held."""
+    container.clear()
+    (container.update if isinstance(container, dict | set) else container.extend)(entries)
 
 
 def holds(value: Any, container: Any) -> bool:

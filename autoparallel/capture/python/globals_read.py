@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -28,8 +29,10 @@ from autoparallel import _torch
 from autoparallel.capture.python.closures import contents_of
 from autoparallel.capture.python.loads import Loads, loads_of
 from autoparallel.capture.python.recorder import StateChangedError
-from autoparallel.graph.captured import CaptureError, refusal
+from autoparallel.capture.python.roots import Cell, Root
+from autoparallel.graph.captured import CaptureError, refusal, refused_draw
 from autoparallel.graph.garbage import collected_rarely, count_as_old
+from autoparallel.graph.generators import GENERATORS
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import (
     LIBRARIES,
@@ -46,7 +49,7 @@ from autoparallel.graph.python_state import (
 )
 
 _CACHE = type(cache(len))
-_CONTAINERS = (list, dict, set, tuple, deque)
+_CONTAINERS = (list, dict, set, tuple, deque, *GENERATORS)
 
 
 def _is_container(value: Any) -> bool:
@@ -54,66 +57,13 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, _CONTAINERS) or bool(slots_of(value)) and not is_data(value)
 
 
+def _key_id(key: Any) -> int:
+    """The id of what a table is asked for, which may be the key itself."""
+    return key if type(key) is int else id(key)
+
+
 def _leave(value: Any) -> None:
     """Leaves what a run has changed as it is."""
-
-
-class _Cell:
-    """A closure's cell as a place: nothing else of ours holds it."""
-
-    def __init__(self, cell: types.CellType) -> None:
-        self.cell = cell
-
-    def read(self) -> Any:
-        return contents_of(self.cell)
-
-    def write(self, value: Any) -> None:
-        self.cell.cell_contents = value
-
-    def is_left(self) -> bool:
-        """Whether no function has it any more, as is so for locals of a call that is over."""
-        return sys.getrefcount(self.cell) <= 2  # ours, and the argument
-
-
-class _Root:
-    """A place that a function loads from: a global, a cell, or an attribute of what is there.
-
-    Attributes:
-        key: tells it from others.
-        label: for messages.
-        read: reads what is there now.
-        write: puts a value there.
-        now: what the run has made of it, in short.
-        table: the globals, where it is one of them.
-        cell: where it is one.
-    """
-
-    def __init__(
-        self,
-        key: Hashable,
-        label: str,
-        read: Callable[[], Any],
-        write: Callable[[Any], None],
-        table: Any,
-        cell: _Cell | None,
-    ) -> None:
-        self.key, self.label, self.read, self.write, self.table = key, label, read, write, table
-        self.cell = cell
-        self.now = ""
-        self.value = read()
-        self.frozen: Hashable = freeze(self.value, deep=True)
-        self.content = self.value.copy() if isinstance(self.value, list | dict | set | deque) else None
-
-    def changed(self) -> bool:
-        return freeze(self.read(), deep=True) != self.frozen
-
-    def restore(self) -> None:
-        """Puts back what was there, as far as it goes: a container's entries, or the value itself."""
-        if self.read() is not self.value:
-            self.write(self.value)
-        if self.content is not None:
-            self.value.clear()
-            (self.value.update if isinstance(self.value, dict | set) else self.value.extend)(self.content)
 
 
 class _Suspended(_torch.export.UnnoticedMode):
@@ -151,11 +101,14 @@ class GlobalsRead:
     Args:
         owners: objects whose methods run, but which are no part of the model: the trainer of a bound loss function.
         packages: the installed packages that the model's classes come from; what others hold is no state of its.
+        model: the user's.
     """
 
-    def __init__(self, owners: tuple[Any, ...], packages: frozenset[str]) -> None:
+    def __init__(self, owners: tuple[Any, ...], packages: frozenset[str], model: torch.nn.Module) -> None:
         self._packages = packages
-        self._roots: dict[Hashable, _Root] = {}
+        self._members = {id(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
+        self._classes = {*map(id, (torch.Tensor, torch.nn.Parameter, *map(type, model.modules())))}
+        self._roots: dict[Hashable, Root] = {}
         self._codes: dict[int, tuple[types.CodeType, Loads | None]] = {}
         self._owners = {id(owner): owner for owner in owners}
         self._links: dict[Hashable, tuple[str, Callable[[], Any]]] = {}
@@ -239,6 +192,7 @@ class GlobalsRead:
             self._codes[id(code)] = code, loads
             if loads is not None:
                 self._note_globals(frame, loads.globals)
+                self._note_comparisons(frame, loads.compared)
                 self._note_imports(frame, loads.imports)
                 self._note_defaults(frame)
         else:
@@ -269,6 +223,14 @@ class GlobalsRead:
             value = table.get(name, MISSING)
             if value is MISSING:
                 continue
+            if isinstance(value, dict | WeakKeyDictionary):
+                ids = {*map(_key_id, value)}
+                if not ids.isdisjoint(self._members) or ("type",) in chains and not ids.isdisjoint(self._classes):
+                    self._problem = self._problem or (
+                        f"the model looks itself up in {name}, a {type(value).__name__} by modules, tensors or types, "
+                        f"in {line_of_frame(frame)}: what is traced, a copy, is not among them\n"
+                        "What to change: keep what is there in attributes of the modules."
+                    )
             if attributes and not is_plain(value) and not _is_container(value):
                 if is_data(value) and not is_installed(frame.f_code.co_filename):
                     self._owners[id(value)] = value  # perhaps it is a method, which reads others
@@ -276,6 +238,20 @@ class GlobalsRead:
             else:
                 write = partial(table.__setitem__, name)
                 self._add((id(table), name), name, partial(table.get, name, MISSING), write, frame, table)
+
+    def _note_comparisons(self, frame: types.FrameType, chains: frozenset[tuple[str, ...]]) -> None:
+        """Refuses the comparison of a ``type(...)`` with a class of the model's modules or of tensors: what is traced
+        is of classes that are derived from these."""
+        for chain in sorted(chains):
+            value = frame.f_globals.get(chain[0], MISSING)
+            for name in chain[1:]:
+                value = getattr(value, name, MISSING)
+            if id(value) in self._classes:
+                self._problem = self._problem or (
+                    f"the model compares a type with {'.'.join(chain)} in {line_of_frame(frame)}: what is traced is of "
+                    f"types that are derived from such\n"
+                    f"What to change: isinstance(x, {'.'.join(chain)})."
+                )
 
     def _note_bases(self, frame: types.FrameType, names: frozenset[str]) -> None:
         """Notes what is read of ``super()``: of the first class behind that of the function which has it."""
@@ -327,7 +303,7 @@ class GlobalsRead:
                 cells = _cells_of(frame.f_code, values)
             cell = cells.get(name)
             if cell is not None:
-                place = _Cell(cell)
+                place = Cell(cell)
                 self._add((id(cell), name), name, place.read, place.write, frame, cell=place)
 
     def _add_chain(self, label: str, value: Any, attributes: tuple[str, ...], frame: types.FrameType) -> None:
@@ -373,7 +349,7 @@ class GlobalsRead:
         write: Callable[[Any], None],
         frame: types.FrameType,
         table: Any = None,
-        cell: _Cell | None = None,
+        cell: Cell | None = None,
     ) -> None:
         if key in self._roots:
             return
@@ -390,16 +366,7 @@ class GlobalsRead:
                 f"{line_of_frame(frame)}\nWhat to change: take the value outside of the model and pass it in."
             )
             return
-        self._roots[key] = _Root(key, label, read, write, table, cell)
-
-
-def refused_draw(generators: str, line: str) -> CaptureError:
-    """Why a draw cannot be traced, and what to change."""
-    return CaptureError(
-        f"the model draws from {generators} at {line}: a trace would hold one draw for ever\n"
-        "What to change: draw with torch (torch.rand, torch.bernoulli, nn.Dropout) and use torch.where, or draw "
-        "outside of the model and pass the number in as a tensor."
-    )
+        self._roots[key] = Root(key, label, read, write, table, cell)
 
 
 def read_of_loss(function: Any) -> PythonState:
@@ -431,7 +398,9 @@ def owners_of(function: Any) -> tuple[Any, ...]:
     return (function,) if is_data(function) else ()
 
 
-def _explain_change(root: _Root) -> Callable[[str], CaptureError]:
+def _explain_change(root: Root) -> Callable[[str], CaptureError]:
+    if isinstance(root.value, GENERATORS):
+        return partial(refused_draw, root.label)
     before = shown(root.value)
     return lambda line: refusal(
         f"a call changes what it reads: {root.label} is {before} before it and {root.now} after it,",

@@ -14,6 +14,7 @@ class Loads:
         first: the attributes that are read of its first argument.
         imports: the modules that it imports, with what it reads of them.
         bases: the attributes that are read of ``super()``.
+        compared: what of the globals stands in a line that compares a ``type(...)``.
     """
 
     def __init__(self, code: types.CodeType) -> None:
@@ -23,10 +24,15 @@ class Loads:
         imported: dict[str, str] = {}  # the local names of modules
         bases: set[str] = set()
         is_super = False
+        lines: dict[int | None, set[tuple[str, ...]]] = {}  # the globals by the lines that load them
+        comparing: set[int | None] = set()  # the lines that compare
+        line: int | None = None
 
         def end() -> None:
             if len(chain) > (kind == "first"):
                 chains[kind].add(tuple(chain[kind == "first" :]))
+            if chain and kind == "globals":
+                lines.setdefault(line, set()).add(tuple(chain))
             chain.clear()
 
         for instruction in dis.get_instructions(code):
@@ -35,6 +41,9 @@ class Loads:
                 chain.append(value)
                 continue
             end()
+            line = instruction.positions.lineno if instruction.positions else None
+            if name in _COMPARISONS:
+                comparing.add(line)
             if name == "LOAD_SUPER_ATTR" or is_super and name in ("LOAD_ATTR", "LOAD_METHOD"):
                 bases.add(value)
             is_super = name in ("LOAD_GLOBAL", "LOAD_NAME") and value == "super" or is_super and name not in _READS
@@ -55,10 +64,14 @@ class Loads:
         end()
         self.globals, self.cells, self.first, self.imports = map(frozenset, chains.values())
         self.bases = frozenset(bases)
+        of_types = [loaded for at, loaded in lines.items() if at in comparing and ("type",) in loaded]
+        self.compared = frozenset().union(*of_types) - {("type",)}
 
 
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "POP_TOP", "STORE_FAST", "RETURN_VALUE")
 """What ends the call of ``super``."""
+
+_COMPARISONS = ("IS_OP", "COMPARE_OP", "CONTAINS_OP")
 
 
 @cache

@@ -70,6 +70,8 @@ def _observed_class(cls: type) -> type:
         get, put, remove = methods.__getattribute__, methods.__setattr__, methods.__delattr__
 
         def __getattribute__(self: Any, name: str) -> Any:
+            if name == "__class__" and sys._getframe(1).f_code.co_name == "__eq__":
+                return cls  # as that of a dataclass is compared with that of another
             if name[:2] == "__" and name != "__dict__":
                 return get(self, name)
             table = get(self, "__dict__")

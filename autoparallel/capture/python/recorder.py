@@ -11,31 +11,38 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from autoparallel.capture.python.containers import entries_of, flat, holds, holds_the_same, is_same, leaves_of
+from autoparallel.capture.python.containers import (
+    BY_VALUE,
+    entries_of,
+    flat,
+    holds,
+    holds_the_same,
+    is_same,
+    leaves_of,
+    refill,
+)
 from autoparallel.capture.python.observed_classes import observe, release, written_to
-from autoparallel.graph.captured import CaptureError, refusal
+from autoparallel.capture.python.watched import INTERNAL, TABLES, Watched, is_carried
+from autoparallel.graph.captured import CaptureError, refusal, refused_draw
+from autoparallel.graph.generators import GENERATORS
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.plain_tensors import holder_of
 from autoparallel.graph.python_state import (
+    LIBRARIES,
     MISSING,
     PythonState,
+    freeze,
     is_data,
     is_plain,
     shown,
     slots_of,
 )
-
-_INTERNAL = frozenset((*vars(nn.Module()), *dir(nn.Module), "_is_hf_initialized")) - {"forward"}
-"""Attributes of modules that are torch's own; those that matter are part of the kind of call in other ways."""
-
-_TABLES = ("_parameters", "_modules")
 
 LOSS = "loss_fn"
 """The path of the loss function among the modules of what is traced."""
@@ -55,47 +62,6 @@ class StateChangedError(CaptureError):
     def __init__(self, at: Callable[[str], CaptureError], has_changed: Callable[[Recorder, Any], bool]) -> None:
         super().__init__(str(at("an unknown line")))
         self.at, self.has_changed = at, has_changed
-
-
-@dataclass
-class _Watched:
-    """One object of the copy.
-
-    Attributes:
-        path: of the module; of another object the attribute that holds it.
-        original, copy: the user's object and that of the copy.
-        reads: names that were read before they were written.
-        writes: names that were written, and the line that last did.
-        entries: all that there was before.
-        ignored: names that libraries write for themselves.
-    """
-
-    path: str
-    original: Any
-    copy: Any
-    reads: set[str] = field(default_factory=set)
-    writes: dict[str, str] = field(default_factory=dict)
-    entries: dict[str, Any] = field(default_factory=dict)
-    ignored: set[str] = field(default_factory=set)
-
-    def changed(self) -> dict[str, str]:
-        """The names that were written, with lines; with none what was not written as an attribute, but as an entry of
-        the ``__dict__``, or by ``object.__setattr__``."""
-        table = vars(self.copy)
-        others = [n for n in {**self.entries, **table} if table.get(n, MISSING) is not self.entries.get(n, MISSING)]
-        return self.writes | dict.fromkeys((n for n in others if n not in self.writes and self._may_be_users(n)), "")
-
-    def _may_be_users(self, name: str) -> bool:
-        # An object that is cached is of the copy alone; the user's makes its own when it is asked.
-        is_object = self.caches(name) and not all(map(_is_carried, leaves_of(vars(self.copy).get(name))))
-        return not is_object and name not in self.ignored and name not in _INTERNAL
-
-    def caches(self, name: str) -> bool:
-        """Whether an attribute is a ``functools.cached_property``."""
-        return isinstance(getattr(type(self.original), name, None), cached_property)
-
-    def label(self, name: str) -> str:
-        return f"{self.path}.{name}" if self.path else name
 
 
 class Recorder:
@@ -125,9 +91,10 @@ class Recorder:
         self.rebound: set[str] = set()
         self._class_reads: set[tuple[type, str]] = set()
         originals: list[Any] = memo.get(id(memo), [])
-        self._watched: dict[int, _Watched] = {}
+        self._watched: dict[int, Watched] = {}
         self._recording = False
-        self._tables: dict[tuple[int, str], dict[str, Any]] = {}
+        self._shared: dict[tuple[type, str], tuple[Any, Any]] = {}
+        self._changed_shared = ""
         for prefix, (theirs, ours) in {"": (model, copied), **({LOSS: loss} if loss else {})}.items():
             for path, module in ours.named_modules(remove_duplicate=False):
                 if id(vars(module)) not in self._watched:
@@ -142,26 +109,22 @@ class Recorder:
 
         tables = {id(vars(w.original)) for w in self._watched.values()}
         tables |= {id(vars(m)[kind]) for m in modules for kind in ("_buffers", "_parameters")}
-        containers = [x for x in originals if isinstance(x, list | dict | set | deque) or slots_of(x)]
+        containers = [x for x in originals if isinstance(x, (list, dict, set, deque, *BY_VALUE)) or slots_of(x)]
         self._held = [memo[id(x)] for x in containers if id(x) not in tables and memo.get(id(x), x) is not x]
         self._containers: list[tuple[Any, Any]] = []
 
     def _watch(self, path: str, original: Any, copied: Any) -> None:
-        watched = _Watched(path, original, copied)
+        watched = Watched(path, original, copied)
         try:
             observe(copied, self)
         except TypeError:  # all that it has counts as read
-            watched.reads.update(n for n in vars(original) if n not in _INTERNAL)
+            watched.reads.update(n for n in vars(original) if n not in INTERNAL)
         self._watched[id(vars(copied))] = watched
 
     def __enter__(self) -> Recorder:
-        # A trace puts its own tensors in the place of parameters and buffers.
-        modules = [w for w in self._watched.values() if isinstance(w.copy, nn.Module)]
-        self._tables = {
-            (id(vars(w.copy)), kind): dict(vars(w.copy)[kind]) for w in modules for kind in ("_buffers", *_TABLES)
-        }
         for watched in self._watched.values():
-            watched.entries = dict(vars(watched.copy))
+            watched.begin()
+        self._shared, self._changed_shared = {}, ""
         self._containers = [(container, entries_of(container)) for container in self._held]
         self._versions = {name: fake._version for name, fake in self._constants.items()}
         self._recording = True
@@ -169,6 +132,10 @@ class Recorder:
 
     def __exit__(self, *_: object) -> None:
         self._recording = False
+        self._changed_shared = self.changed_shared()
+        for container, entries in self._shared.values():  # they are the user's own
+            if not holds_the_same(container, entries):
+                refill(container, entries)
 
     def close(self) -> None:
         """Forgets the copy."""
@@ -179,11 +146,13 @@ class Recorder:
 
     def read(self, table: dict[str, Any], name: str) -> None:
         """Notes that an attribute of the object with this ``__dict__`` is read."""
-        if self._recording and name not in _INTERNAL:
+        if self._recording and name not in INTERNAL:
             watched = self._watched[id(table)]
             if name not in watched.writes and name not in watched.reads:
                 watched.reads.add(name)
                 self._look_at(watched, name)
+                if name not in table:
+                    self._note_shared(type(watched.original), name)
 
     def read_all(self, table: dict[str, Any]) -> None:
         """Notes that the ``__dict__`` of an object is asked for, and thereby anything that is in it."""
@@ -192,10 +161,18 @@ class Recorder:
 
     def read_class(self, cls: type, name: str) -> None:
         """Notes that an attribute of an object's class is read, of the class itself."""
-        if self._recording and name not in _INTERNAL:
+        if self._recording and name not in INTERNAL:
             self._class_reads.add((cls.__mro__[1], name))  # the class that ours is derived from
+            self._note_shared(cls.__mro__[1], name)
 
-    def _look_at(self, watched: _Watched, name: str) -> None:
+    def _note_shared(self, cls: type, name: str) -> None:
+        """Notes what a class's own list, dict or set holds before it is first read."""
+        cls = next((c for c in cls.__mro__ if name in vars(c)), cls)
+        value = vars(cls).get(name)
+        if isinstance(value, list | dict | set | deque) and cls.__module__.partition(".")[0] not in LIBRARIES:
+            self._shared.setdefault((cls, name), (value, value.copy()))
+
+    def _look_at(self, watched: Watched, name: str) -> None:
         """Refuses what is read for the first time and cannot be in a program; later, not in the middle of a call."""
         label, value = watched.label(name), vars(watched.original).get(name)
         if self._refusal:
@@ -243,6 +220,15 @@ class Recorder:
                 ),
                 lambda recorder, _: bool(recorder.changed_class()),
             )
+        if shared := self._changed_shared:
+            raise StateChangedError(
+                lambda line: refusal(
+                    f"a call changes {shared}, which all objects of the class share,",
+                    line,
+                    "return what is collected as an output, or keep it in a registered buffer of the module",
+                ),
+                lambda recorder, _: bool(recorder.changed_shared()),
+            )
         if constant := self.changed_constant():
             raise StateChangedError(
                 lambda line: refusal(
@@ -263,6 +249,8 @@ class Recorder:
         if number is not None:
             container = self._containers[number][0]
             what = f"{self._holder(container)}, a {type(container).__name__}"
+            if isinstance(container, GENERATORS):
+                raise StateChangedError(partial(refused_draw, what), lambda recorder, _: recorder.is_changed(number))
             raise StateChangedError(
                 lambda line: refusal(
                     f"a call changes {what} that outlives it,",
@@ -280,17 +268,22 @@ class Recorder:
         classes = {type(watched.copy) for watched in self._watched.values()}
         return next((f"{cls.__name__}.{name}" for cls in classes for name in written_to(cls)), "")
 
+    def changed_shared(self) -> str:
+        """A list, dict or set of a class that the run has changed; empty for none."""
+        changed = (f"{c.__name__}.{name}" for (c, name), pair in self._shared.items() if not holds_the_same(*pair))
+        return next(changed, "")
+
     def changed_constant(self) -> str:
         """A tensor in a list, dict or object that the run has changed in place; empty for none."""
         return next((name for name, fake in self._constants.items() if fake._version != self._versions[name]), "")
 
-    def _take(self, watched: _Watched, name: str, line: str, written: dict[str, Any]) -> None:
+    def _take(self, watched: Watched, name: str, line: str, written: dict[str, Any]) -> None:
         table, label = vars(watched.copy), watched.label(name)
         of_class = MISSING if watched.caches(name) else getattr(type(watched.original), name, MISSING)
         before = vars(watched.original).get(name, of_class)
         if isinstance(watched.copy, nn.Module):
-            for tensors in ("_buffers", *_TABLES):
-                if name in table[tensors] or name in self._tables[id(table), tensors]:
+            for tensors in TABLES:
+                if name in table[tensors] or name in watched.tables[tensors]:
                     self._take_registered(watched, tensors, name, line)
                     return
         now = table.get(name, MISSING)
@@ -317,7 +310,7 @@ class Recorder:
         else:
             del table[name]
 
-    def _take_unseen(self, watched: _Watched, name: str, written: dict[str, Any]) -> None:
+    def _take_unseen(self, watched: Watched, name: str, written: dict[str, Any]) -> None:
         """The same for what was written unseen: its line is looked for where it is refused."""
         label = watched.label(name)
 
@@ -337,17 +330,17 @@ class Recorder:
         """Whether the run has changed an attribute, by now."""
         return any(label == w.label(name) for w in self._watched.values() for name in w.changed())
 
-    def _is_reached(self, watched: _Watched) -> bool:
+    def _is_reached(self, watched: Watched) -> bool:
         """Whether an object is a module, or an attribute of one."""
         try:
             return holder_of(self._model, watched.path) is watched.original
         except AttributeError:
             return False
 
-    def _take_registered(self, watched: _Watched, kind: str, name: str, line: str) -> None:
+    def _take_registered(self, watched: Watched, kind: str, name: str, line: str) -> None:
         """A buffer that is bound to a new tensor becomes one that is changed in place; all else is refused."""
         label = watched.label(name)
-        before = self._tables[id(vars(watched.copy)), kind].get(name)
+        before = watched.tables[kind].get(name)
         table = vars(watched.copy)[kind]
         now = table.get(name)
         if now is before:
@@ -378,6 +371,8 @@ class Recorder:
     def is_changed(self, number: int) -> bool:
         """Whether the run has changed one of the lists, dicts and sets that the model holds."""
         container, entries = self._containers[number]
+        if isinstance(container, BY_VALUE):
+            return freeze(container) != entries
         if slots_of(container):
             container = entries_of(container)
         if not container and not entries or holds_the_same(container, entries):
@@ -409,7 +404,7 @@ class Recorder:
             _note_of_class(state, cls, name)
         return state
 
-    def _note(self, state: PythonState, watched: _Watched, name: str) -> None:
+    def _note(self, state: PythonState, watched: Watched, name: str) -> None:
         owner, label = watched.original, watched.label(name)
         table = vars(owner)
         if isinstance(owner, nn.Module) and name not in table:
@@ -466,15 +461,10 @@ def _advice(value: Any) -> str:
     return "keep it in a registered buffer (self.n += 1 works on a tensor), set it outside of forward, or pass it in"
 
 
-def _is_carried(leaf: Any) -> bool:
-    """Whether a value can leave the program in an attribute."""
-    return isinstance(leaf, torch.Tensor | torch.SymInt) or is_plain(leaf)
-
-
 def _require_carried(value: Any, label: str, line: str) -> None:
     """Raises for a value that cannot leave the program in an attribute."""
     for leaf in leaves_of(value):
-        if not _is_carried(leaf):
+        if not is_carried(leaf):
             raise refusal(
                 f"a call sets {label} to a {type(leaf).__name__}",
                 line,

@@ -16,8 +16,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from autoparallel.capture.python.globals_read import refused_draw
 from autoparallel.capture.tracing.trace import listening
+from autoparallel.graph.captured import refused_draw
 from autoparallel.graph.lines import line_of_frame
 
 _LARGEST = 1 - 2.0**-53  # that random() returns

@@ -72,8 +72,8 @@ class TensorAttributes:
 
     def newly_set(self) -> str:
         """An attribute of a parameter or a buffer that the run has set; empty for none."""
-        new = (f"{label}.{name}" for label, x, names in self._before for name in vars(x).keys() - names)
-        return next(new, "")
+        new = (f"{label}.{name}" for label, x, names in self._before for name in sorted(vars(x).keys() - names))
+        return next((name for name in new if "._dynamo" not in name), "")
 
     def state(self) -> PythonState:
         """What was read."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -201,3 +204,45 @@ class SeedsItself(Two):
     def forward(self, x: Tensor) -> Tensor:
         torch.manual_seed(7)  # refused
         return self.a(x) @ torch.randn(8, 3)
+
+
+@program(refused="draw with torch")
+class OwnGeneratorOfPython(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.random.random()  # refused
+
+
+@program(refused="draw with torch")
+class OwnGeneratorOfNumpy(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = np.random.default_rng(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * float(self.random.uniform(0.5, 1.0))  # refused
+
+
+GENERATOR = np.random.default_rng(1)
+
+
+@program(refused="draw with torch")
+class GlobalGeneratorOfNumpy(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * float(GENERATOR.random())  # refused
+
+
+@program()
+class GeneratorThatIsNotAsked(Two):
+    """In evaluation and at a rate of zero nothing is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random, self.rate = np.random.default_rng(1), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return h * float(self.random.random()) if self.rate and self.random is not None else h

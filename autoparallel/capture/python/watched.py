@@ -1,0 +1,79 @@
+"""One object of a traced copy of a model: what a run reads and writes of its attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoparallel.capture.python.containers import leaves_of
+from autoparallel.graph.python_state import MISSING, is_plain
+
+INTERNAL = frozenset((*vars(nn.Module()), *dir(nn.Module), "_is_hf_initialized")) - {"forward"}
+"""Attributes of modules that are torch's own; those that matter are part of the kind of call in other ways."""
+
+TABLES = ("_buffers", "_parameters", "_modules")
+
+
+@dataclass
+class Watched:
+    """One object of the copy.
+
+    Attributes:
+        path: of the module; of another object the attribute that holds it.
+        original, copy: the user's object and that of the copy.
+        reads: names that were read before they were written.
+        writes: names that were written, and the line that last did.
+        entries: all that there was before.
+        tables: of a module the buffers, parameters and modules that there were.
+        ignored: names that libraries write for themselves.
+    """
+
+    path: str
+    original: Any
+    copy: Any
+    reads: set[str] = field(default_factory=set)
+    writes: dict[str, str] = field(default_factory=dict)
+    entries: dict[str, Any] = field(default_factory=dict)
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ignored: set[str] = field(default_factory=set)
+
+    def begin(self) -> None:
+        """Notes what there is before a run, which has put its own tensors in the place of parameters and buffers."""
+        self.entries = dict(vars(self.copy))
+        if isinstance(self.copy, nn.Module):
+            self.tables = {kind: dict(vars(self.copy)[kind]) for kind in TABLES}
+
+    def changed(self) -> dict[str, str]:
+        """The names that were written, with lines; with none what was not written as an attribute, but as an entry of
+        the ``__dict__``, by ``object.__setattr__``, or by ``register_buffer``."""
+        table = vars(self.copy)
+        others = [name for name in _exchanged_names(self.entries, table) if self._may_be_users(name)]
+        others += [name for kind, before in self.tables.items() for name in _exchanged_names(before, table[kind])]
+        return self.writes | dict.fromkeys((name for name in others if name not in self.writes), "")
+
+    def _may_be_users(self, name: str) -> bool:
+        # An object that is cached is of the copy alone; the user's makes its own when it is asked.
+        is_object = self.caches(name) and not all(map(is_carried, leaves_of(vars(self.copy).get(name))))
+        return not is_object and name not in self.ignored and name not in INTERNAL
+
+    def caches(self, name: str) -> bool:
+        """Whether an attribute is a ``functools.cached_property``."""
+        return isinstance(getattr(type(self.original), name, None), cached_property)
+
+    def label(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
+
+
+def is_carried(leaf: Any) -> bool:
+    """Whether a value can leave the program in an attribute."""
+    return isinstance(leaf, torch.Tensor | torch.SymInt) or is_plain(leaf)
+
+
+def _exchanged_names(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The names of what is another object now, was not there, or is not there any more."""
+    return [name for name in {**before, **now} if now.get(name, MISSING) is not before.get(name, MISSING)]

@@ -1,0 +1,168 @@
+"""Containers of a user's own class, those of a class, tables in which a model looks itself up, and types."""
+
+from __future__ import annotations
+
+from collections import UserList
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tests.capture.programs.inplace import Two
+from tests.capture.registry import program
+
+
+class Config(dict[str, Any]):
+    """A dict whose entries are attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Rates(list[float]):
+    """A list of a class of its own."""
+
+
+def set_entries(model: Any, step: int) -> None:
+    """Changes what containers of the model hold."""
+    model.config["scale"] = 1.0 + step
+    model.rates[0] = model.users[0] = 0.5 * step
+
+
+class _Held(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.rates, self.users = Config(scale=1.0), Rates([0.5]), UserList([0.5])
+
+
+@program(between=set_entries, ranks=True)
+class EntryOfAConfig(_Held):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.config["scale"]
+
+
+@program(between=set_entries)
+class AttributeOfAConfig(_Held):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.config.scale
+
+
+@program(between=set_entries)
+class EntryOfAList(_Held):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.rates[0] + self.b(x) * self.users[0]
+
+
+@program(between=lambda model, step: setattr(model, "scale", -0.0 if step % 2 else 0.0))
+class SignOfZero(Two):
+    scale = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * (1.0 if str(self.scale) == "0.0" else 2.0)
+
+
+@program(refused="registered buffer of the module")
+class ListOfAClass(Two):
+    calls: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(1)  # refused
+        return self.a(x) * len(self.calls)
+
+
+OF_MODULES: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
+BY_ID: dict[int, float] = {}
+
+
+@program(refused="attributes of the modules")
+class LooksItselfUp(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        OF_MODULES[self] = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:  # refused
+        return self.a(x) * OF_MODULES.get(self, 1.0)
+
+
+@program(refused="attributes of the modules")
+class LooksItselfUpById(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        BY_ID[id(self.a)] = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:  # refused
+        return self.a(x) * BY_ID.get(id(self.a), 1.0)
+
+
+@program(refused="keep its shape and dtype")
+class GrowsABuffer(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turns", torch.ones(1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > len(self.turns):
+            self.register_buffer("turns", torch.arange(8.0 * len(x)).view(-1, 8))  # refused
+        return self.a(x) * self.turns[: len(x)]
+
+
+@program(refused="registered buffer")
+class ChangesAnArray(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = np.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts[0] += 1  # refused
+        return self.a(x)
+
+
+@program(refused="isinstance")
+class ComparesATypeOfAModule(Two):
+    def forward(self, x: Tensor) -> Tensor:  # refused
+        return self.a(x) * (2.0 if type(self.b) is nn.Linear else 1.0)
+
+
+@program(refused="isinstance")
+class ComparesATypeOfATensor(Two):
+    def forward(self, x: Tensor) -> Tensor:  # refused
+        return self.a(x) * (2.0 if type(x) is torch.Tensor else 1.0)
+
+
+@program()
+class ComparesAnotherType(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [self.a(x), self.b(x)]
+        return parts[0] * parts[1] if type(parts) is list else x
+
+
+SCALES: dict[type[nn.Module], float] = {nn.Linear: 2.0}
+
+
+@program(refused="attributes of the modules")
+class LooksItsTypeUp(Two):
+    def forward(self, x: Tensor) -> Tensor:  # refused
+        return self.a(x) * SCALES.get(type(self.b), 1.0)
+
+
+@dataclass
+class Settings:
+    """Compared by its fields."""
+
+    scale: float = 1.0
+
+
+@program(ranks=True)
+class EqualSettings(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * (2.0 if self.settings == Settings() else 1.0)
