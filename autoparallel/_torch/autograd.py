@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._autograd import _profiler_enabled
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.utils import checkpoint
 
@@ -53,6 +54,11 @@ def copy_parameter_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 def is_transforming() -> bool:
     """Whether a transform of ``torch.func`` is running."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+def is_dual_level() -> bool:
+    """Whether forward-mode differentiation is entered."""
+    return forward_ad._current_level >= 0
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:

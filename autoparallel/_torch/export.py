@@ -149,6 +149,13 @@ def make_fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
+def forget_constant(value: Any) -> None:
+    """Has a fake tensor's value not be computed with: that of a tensor which the model holds is a fake, too, of whose
+    memory torch would read."""
+    if isinstance(value, FakeTensor):
+        value.constant = None
+
+
 def has_unknown_sizes(mode: FakeTensorMode) -> bool:
     """Whether anybody has read a value, or a size that values decide, of tensors without values."""
     return bool(mode.shape_env.unbacked_symint_counter)  # type: ignore[union-attr]

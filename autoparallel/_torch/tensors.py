@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -126,3 +127,37 @@ def storage_marks(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 __all__ = ["StorageWeakRef"]  # torch's own, handed on
+
+
+def first_byte(tensor: torch.Tensor) -> int:
+    """Where a tensor begins in its storage, in bytes."""
+    return int(tensor.storage_offset()) * tensor.itemsize
+
+
+@dataclass(frozen=True)
+class View:
+    """How a tensor lies in memory, without where that is."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> View:
+        return View(tensor.size(), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+    def at(self, base: torch.Tensor, offset: int) -> torch.Tensor:
+        """The tensor that lies so in another's memory, which it shares where that is aligned for it.
+
+        Args:
+            offset: from where ``base`` begins, in bytes.
+        """
+        start = first_byte(base) + offset
+        if start % self.dtype.itemsize:
+            base, start = base.clone(), offset
+        view = torch.empty(0, dtype=self.dtype, device=base.device)
+        view.set_(base.untyped_storage(), start // self.dtype.itemsize, self.size, self.stride)
+        view = view.conj() if self.is_conj else view
+        return torch._neg_view(view) if self.is_neg else view

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributions import Distribution
 from torch.nn.attention.flex_attention import BlockMask
 
 from autoparallel import _torch
@@ -110,7 +111,7 @@ def freeze(value: Any, deep: bool = False, outer: tuple[int, ...] = ()) -> Hasha
 def is_data(value: Any) -> bool:
     """Whether an object is one of a user's class, whose attributes are its state."""
     cls = type(value)
-    if cls in (types.SimpleNamespace, Namespace, BlockMask):
+    if cls in (types.SimpleNamespace, Namespace, BlockMask) or isinstance(value, Distribution):
         return True
     if not cls.__flags__ & _HEAP_TYPE or not hasattr(value, "__dict__") or isinstance(value, (torch.Tensor, OPAQUE)):
         return False

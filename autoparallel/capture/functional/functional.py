@@ -37,6 +37,8 @@ def make_functional(program: ExportedProgram) -> ExportedProgram:
     around it has yet to cast what it computes."""
     table = compositions(program.graph_module)
     if table or torch.is_autocast_enabled("cpu") or not all(map(_is_functional, program.graph.nodes)):
+        for node in program.graph.find_nodes(op="placeholder"):
+            _torch.export.forget_constant(node.meta["val"])
         return program.run_decompositions(table)
     _take_apart(program.graph, [node for node in program.graph.nodes if _is_composed_of_views(node.target)])
     _share_sizes(program)

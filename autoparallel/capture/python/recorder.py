@@ -413,7 +413,8 @@ class Recorder:
                 return
             if name in table["_parameters"] or name in table["_modules"]:
                 return  # a kind of call depends on which there are, whether they are read or not
-        if isinstance(table.get(name), torch.Tensor) and not hasattr(type(owner), name):
+        is_tensor = isinstance(table.get(name), torch.Tensor) and not hasattr(type(owner), name)
+        if is_tensor and isinstance(owner, nn.Module):  # the program reads it; of other objects it holds the tensor
             state.watch(label, _tensor_reader(table, name), (id(table), name))
         elif name in slots_of(owner):
             state.watch(label, partial(getattr, owner, name, MISSING), (id(table), name))

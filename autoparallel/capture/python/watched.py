@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributions.utils import lazy_property
 
 from autoparallel.capture.python.containers import leaves_of
 from autoparallel.graph.python_state import MISSING, is_plain
@@ -62,8 +63,9 @@ class Watched:
         return not is_object and name not in self.ignored and name not in INTERNAL
 
     def caches(self, name: str) -> bool:
-        """Whether an attribute is a ``functools.cached_property``."""
-        return isinstance(getattr(type(self.original), name, None), cached_property)
+        """Whether an attribute is a ``functools.cached_property``, or one of a distribution that is computed once."""
+        of_class = next((vars(c)[name] for c in type(self.original).__mro__ if name in vars(c)), None)
+        return isinstance(of_class, cached_property | lazy_property)
 
     def label(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name

@@ -129,7 +129,7 @@ class Kinds:
         self.calls = 0
         self._kinds: dict[Key, Kind] = {}
         self._ready: dict[object, Kind] = {}  # by kind and shapes: calls whose sizes are known to fit
-        self._structures: dict[tuple[tuple[nn.Module, ...], tuple[int, ...]], int] = {}
+        self._structures: dict[object, int] = {}
         self._states: dict[object, list[PythonState]] = {}  # by call: what Python was when each of its traces was made
         self._forms: dict[object, list[tuple[int | float, ...]]] = {}  # by form: sizes and numbers of such calls
         self._fixing: set[object] = set()  # forms of calls whose numbers the model fixes
@@ -143,11 +143,15 @@ class Kinds:
         return len(self._kinds)
 
     def structure_of(self, modules: tuple[nn.Module, ...]) -> int:
-        """The number of a set of submodules, and of which buffers of theirs are one, among those that the model has
-        had."""
+        """The number of a set of submodules of their classes, and of which buffers of theirs are one, among those that
+        the model has had."""
         first: dict[int, int] = {}
         buffers = enumerate(b for module in modules for b in module._buffers.values() if b is not None)
-        structure = modules, tuple([first.setdefault(id(buffer), place) for place, buffer in buffers])
+        structure = (
+            modules,
+            tuple(map(type, modules)),
+            tuple([first.setdefault(id(buffer), place) for place, buffer in buffers]),
+        )
         return self._structures.setdefault(structure, len(self._structures))
 
     # -- before a call and before a backward ------------------------------------------------------------------------

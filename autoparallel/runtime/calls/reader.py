@@ -49,9 +49,10 @@ class CallReader:
             RuntimeError: under a transform of ``torch.func``, where ranks cannot even tell each other of it, and under
                 ``torch.export``.
         """
-        if _torch.autograd.is_transforming():
+        if _torch.autograd.is_transforming() or _torch.autograd.is_dual_level():
             raise RuntimeError(
-                "a transform of torch.func (vmap, grad, jvp) cannot see into a compiled model\n"
+                "a transform of torch.func (vmap, grad, jvp), or forward-mode autograd, cannot see into a compiled "
+                "model\n"
                 "What to change: transform inside of the model's forward, or the plain model (model.whole())."
             )
         if torch.compiler.is_exporting():

@@ -139,12 +139,16 @@ class _Unshard(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Note:
-    """What is saved in place of a gathered parameter, or of a view of it."""
+    """What is saved in place of a gathered parameter, or of a view of it, which may be of another dtype.
+
+    Attributes:
+        view: the size, the stride and the dtype, and whether it is to be conjugated or negated where it is read.
+        offset: from where the parameter begins, in bytes.
+    """
 
     bucket: ParameterBucket
     value: int
-    size: torch.Size
-    stride: tuple[int, ...]
+    view: _torch.tensors.View
     offset: int
 
 
@@ -185,7 +189,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
                 memory = value.untyped_storage()
                 storage = _torch.tensors.StorageWeakRef(memory)
                 self._storages.append(storage)
-                self._owners[storage.cdata] = bucket, i, int(value.storage_offset())
+                self._owners[storage.cdata] = bucket, i, _torch.tensors.first_byte(value)
                 if memory.nbytes() != value.nbytes:  # how it lies among others follows from what is gathered with it
                     self._noted[bucket].update(range(len(bucket.bucket.chains)))
 
@@ -200,8 +204,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
         bucket, value, base = owner
         self._notes[bucket] += 1
         self._noted[bucket].add(value // len(bucket.bucket.chains[0].uses))
-        offset = int(tensor.storage_offset()) - base
-        return _Note(bucket, value, tensor.size(), tensor.stride(), offset)
+        return _Note(bucket, value, _torch.tensors.View.of(tensor), _torch.tensors.first_byte(tensor) - base)
 
     def _unpack(self, saved: _Note | tuple[torch.Tensor, int]) -> torch.Tensor:
         if not isinstance(saved, _Note):
@@ -224,7 +227,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
         self._notes[bucket] -= 1
         if self._notes[bucket] <= 0:
             del self._gathered[bucket]
-        return base.as_strided(saved.size, saved.stride, saved.offset + base.storage_offset())
+        return saved.view.at(base, saved.offset)
 
     def _start(self, bucket: ParameterBucket) -> Gather:
         return bucket.start([bucket.bucket.chains[i] for i in sorted(self._noted[bucket])])

@@ -128,3 +128,18 @@ class RealAndImaginary(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         z = torch.view_as_complex(self.a(x).view(-1, 4, 2).contiguous())
         return torch.cat([z.real * z.imag, z.conj().imag], -1)
+
+
+@program(ranks=True)
+class ViewsOfAnotherDtype(nn.Module):
+    """What autograd saves is a view of a parameter in another dtype, or the conjugate of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs, self.scale = nn.Parameter(torch.randn(8, 4, 2)), nn.Parameter(torch.randn(8, 4))
+        self.turns, self.weight = (nn.Parameter(torch.randn(8, 4, dtype=torch.complex128)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.view_as_complex(self.pairs) * self.scale + self.turns.conj() * self.weight
+        h = self.turns.imag * self.scale + torch.view_as_real(self.weight)[..., 1] * self.scale
+        return x @ (z.real + z.imag + h + self.turns.conj().imag * self.scale)

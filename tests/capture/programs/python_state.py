@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import enum
 import random
@@ -301,7 +302,7 @@ class HidesWhatItDraws(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.drawn = nn.Linear(8, 8), bytearray(1)
+        self.layer, self.drawn = nn.Linear(8, 8), (ctypes.c_ubyte * 1)()
 
     def forward(self, x: Tensor) -> Tensor:
         self.drawn[0] = random.randrange(256)  # refused
