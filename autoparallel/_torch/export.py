@@ -19,7 +19,7 @@ from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import _ModuleStackTracer, get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
 from torch.fx.node import has_side_effect
@@ -259,6 +259,12 @@ def without_reports() -> Iterator[None]:
 def _print_nothing(*_: object, **__: object) -> None:
     """Stands for ``print`` in the module of torch that exports, which prints nothing else."""
 
+
+MODULES_THEMSELVES: tuple[Any, str, Any] = (
+    _ModuleStackTracer, "enable_attr_proxy", property(lambda self: False, lambda self, value: None)
+)  # fmt: skip
+"""What has torch not put proxies in the place of submodules, by the way to each, as soon as one has two names: a model
+would find that its modules are others than those among ``self.modules()``."""
 
 __all__ = [  # torch's own, handed on
     "ShapeEnv", "SymNode", "decompositions", "enable_python_dispatcher", "free_unbacked_symbols", "function_apply",

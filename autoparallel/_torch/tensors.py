@@ -155,9 +155,12 @@ class View:
             offset: from where ``base`` begins, in bytes.
         """
         start = first_byte(base) + offset
-        if start % self.dtype.itemsize:
-            base, start = base.clone(), offset
-        view = torch.empty(0, dtype=self.dtype, device=base.device)
-        view.set_(base.untyped_storage(), start // self.dtype.itemsize, self.size, self.stride)
+        if base.dtype == self.dtype:
+            view = base.as_strided(self.size, self.stride, start // self.dtype.itemsize)
+        else:
+            if start % self.dtype.itemsize:
+                base, start = base.clone(), offset
+            view = torch.empty(0, dtype=self.dtype, device=base.device)
+            view.set_(base.untyped_storage(), start // self.dtype.itemsize, self.size, self.stride)
         view = view.conj() if self.is_conj else view
         return torch._neg_view(view) if self.is_neg else view

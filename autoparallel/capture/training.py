@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.capture.caches import CURE, asks_for_cache, without_caches
+from autoparallel.capture.python.containers import entries_exchanged
 from autoparallel.capture.python.recorder import Recorder, StateChangedError
 from autoparallel.capture.refusals.data_access import DataAccess
 from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
@@ -59,8 +60,8 @@ class Findings:
 class _Exchange(TorchFunctionMode):
     """Inside, operators that are given one tensor are given another.
 
-    Export puts tensors of its own in the place of parameters and buffers where they are registered, but not in the
-    lists and dicts that hold them, too.
+    Export puts tensors of its own in the place of parameters and buffers where they are registered, but not where the
+    model holds them otherwise, too, as in a tuple; its lists and dicts get them (``entries_exchanged``).
 
     Args:
         exchanged: what is given instead, by the id of what stood there before.
@@ -133,12 +134,14 @@ class Training(nn.Module):
         self._changes: dict[str, Any] = {}
         args, kwargs = release(pytree.tree_unflatten(inputs, nesting))
         exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
-        with self.recorder, DataAccess(), exchange:
-            leaves, self.findings.spec = flatten(self._outputs(args, kwargs))
+        with entries_exchanged(self.recorder.held, exchange.exchanged):
+            with self.recorder, DataAccess(), exchange:
+                leaves, self.findings.spec = flatten(self._outputs(args, kwargs))
+            written = self.recorder.take()
         if trace is not None:
             _require_unset(trace.attributes)
         _require_leaves(leaves)
-        for name, value in {**self.recorder.take(), **self._changes}.items():
+        for name, value in {**written, **self._changes}.items():
             more, self.findings.attributes[name] = pytree.tree_flatten(value)
             leaves += more
         leaves += [question.value for question in self.findings.questions]

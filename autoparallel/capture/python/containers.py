@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
@@ -50,6 +52,26 @@ def refill(container: Any, entries: Any) -> None:
     """Puts back what a container held."""
     container.clear()
     (container.update if isinstance(container, dict | set) else container.extend)(entries)
+
+
+@contextmanager
+def entries_exchanged(containers: Iterable[Any], exchanged: Mapping[int, Any]) -> Iterator[None]:
+    """Inside, lists, dicts and sets hold other objects.
+
+    Args:
+        exchanged: what they hold instead, by the id of what they held before.
+    """
+    before: list[tuple[Any, Any]] = []
+    for container in containers:
+        if isinstance(container, list | dict | set | deque) and any(id(x) in exchanged for x in flat(container)):
+            before.append((container, container.copy()))
+            entries = [exchanged.get(id(x), x) for x in flat(container)]
+            refill(container, zip(*[iter(entries)] * 2, strict=True) if isinstance(container, dict) else entries)
+    try:
+        yield
+    finally:
+        for container, entries in before:
+            refill(container, entries)
 
 
 def holds(value: Any, container: Any) -> bool:

@@ -49,6 +49,7 @@ from autoparallel.graph.python_state import (
 )
 
 _CACHE = type(cache(len))
+_COLLECTIONS = (list, tuple, set, frozenset)
 _CONTAINERS = (list, dict, set, tuple, deque, *GENERATORS)
 
 
@@ -246,7 +247,7 @@ class GlobalsRead:
             value = frame.f_globals.get(chain[0], MISSING)
             for name in chain[1:]:
                 value = getattr(value, name, MISSING)
-            if id(value) in self._classes:
+            if any(id(x) in self._classes for x in (value if isinstance(value, _COLLECTIONS) else (value,))):
                 self._problem = self._problem or (
                     f"the model compares a type with {'.'.join(chain)} in {line_of_frame(frame)}: what is traced is of "
                     f"types that are derived from such\n"

@@ -14,7 +14,7 @@ class Loads:
         first: the attributes that are read of its first argument.
         imports: the modules that it imports, with what it reads of them.
         bases: the attributes that are read of ``super()``.
-        compared: what of the globals stands in a line that compares a ``type(...)``.
+        compared: the globals in lines that compare, where the function asks for the type of something.
     """
 
     def __init__(self, code: types.CodeType) -> None:
@@ -26,6 +26,7 @@ class Loads:
         is_super = False
         lines: dict[int | None, set[tuple[str, ...]]] = {}  # the globals by the lines that load them
         comparing: set[int | None] = set()  # the lines that compare
+        asks_type = False
         line: int | None = None
 
         def end() -> None:
@@ -37,6 +38,7 @@ class Loads:
 
         for instruction in dis.get_instructions(code):
             name, value = instruction.opname, str(instruction.argval)
+            asks_type |= name == "LOAD_ATTR" and value == "__class__"
             if chain and name in ("LOAD_ATTR", "LOAD_METHOD"):
                 chain.append(value)
                 continue
@@ -64,8 +66,9 @@ class Loads:
         end()
         self.globals, self.cells, self.first, self.imports = map(frozenset, chains.values())
         self.bases = frozenset(bases)
-        of_types = [loaded for at, loaded in lines.items() if at in comparing and ("type",) in loaded]
-        self.compared = frozenset().union(*of_types) - {("type",)}
+        asks_type |= ("type",) in self.globals
+        compared = [loaded for at, loaded in lines.items() if at in comparing]
+        self.compared = frozenset().union(*compared if asks_type else ())
 
 
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "POP_TOP", "STORE_FAST", "RETURN_VALUE")

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autoparallel.capture.python.containers import (
     BY_VALUE,
@@ -30,7 +30,7 @@ from autoparallel.capture.python.containers import (
 from autoparallel.capture.python.observed_classes import observe, release, written_to
 from autoparallel.capture.python.watched import INTERNAL, TABLES, Watched, is_carried
 from autoparallel.graph.captured import CaptureError, refusal, refused_draw
-from autoparallel.graph.generators import GENERATORS
+from autoparallel.graph.generators import GENERATORS, set_state, state_of
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.plain_tensors import holder_of
 from autoparallel.graph.python_state import (
@@ -73,6 +73,9 @@ class Recorder:
         trained: attributes that hold tensors which are trained, but are not registered, and where those are.
         loss: the user's loss function and its copy, where it is a module.
         constants: the copy's tensors that are no attributes of modules, by where they are.
+
+    Attributes:
+        held: the lists, dicts, sets and others that the copy holds.
     """
 
     def __init__(
@@ -94,7 +97,8 @@ class Recorder:
         self._watched: dict[int, Watched] = {}
         self._recording = False
         self._shared: dict[tuple[type, str], tuple[Any, Any]] = {}
-        self._changed_shared = ""
+        self._changed_shared = self._drawn = ""
+        self._generators: dict[str, tuple[Any, Any]] = {}
         for prefix, (theirs, ours) in {"": (model, copied), **({LOSS: loss} if loss else {})}.items():
             for path, module in ours.named_modules(remove_duplicate=False):
                 if id(vars(module)) not in self._watched:
@@ -110,7 +114,7 @@ class Recorder:
         tables = {id(vars(w.original)) for w in self._watched.values()}
         tables |= {id(vars(m)[kind]) for m in modules for kind in ("_buffers", "_parameters")}
         containers = [x for x in originals if isinstance(x, (list, dict, set, deque, *BY_VALUE)) or slots_of(x)]
-        self._held = [memo[id(x)] for x in containers if id(x) not in tables and memo.get(id(x), x) is not x]
+        self.held = [memo[id(x)] for x in containers if id(x) not in tables and memo.get(id(x), x) is not x]
         self._containers: list[tuple[Any, Any]] = []
 
     def _watch(self, path: str, original: Any, copied: Any) -> None:
@@ -125,14 +129,17 @@ class Recorder:
         for watched in self._watched.values():
             watched.begin()
         self._shared, self._changed_shared = {}, ""
-        self._containers = [(container, entries_of(container)) for container in self._held]
+        self._generators, self._drawn = {}, ""
+        self._containers = [(container, entries_of(container)) for container in self.held]
         self._versions = {name: fake._version for name, fake in self._constants.items()}
         self._recording = True
         return self
 
     def __exit__(self, *_: object) -> None:
         self._recording = False
-        self._changed_shared = self.changed_shared()
+        self._changed_shared, self._drawn = self.changed_shared(), self.drawn()
+        for generator, state in self._generators.values():
+            set_state(generator, state)
         for container, entries in self._shared.values():  # they are the user's own
             if not holds_the_same(container, entries):
                 refill(container, entries)
@@ -169,7 +176,9 @@ class Recorder:
         """Notes what a class's own list, dict or set holds before it is first read."""
         cls = next((c for c in cls.__mro__ if name in vars(c)), cls)
         value = vars(cls).get(name)
-        if isinstance(value, list | dict | set | deque) and cls.__module__.partition(".")[0] not in LIBRARIES:
+        if isinstance(value, GENERATORS):
+            self._generators.setdefault(f"{cls.__name__}.{name}", (value, state_of(value)))
+        elif isinstance(value, list | dict | set | deque) and cls.__module__.partition(".")[0] not in LIBRARIES:
             self._shared.setdefault((cls, name), (value, value.copy()))
 
     def _look_at(self, watched: Watched, name: str) -> None:
@@ -184,6 +193,10 @@ class Recorder:
                 line_of_frame(sys._getframe(3)),
                 "move it into the model and register it there (nn.Parameter, nn.ParameterList, nn.ModuleList), or keep "
                 "a plain tensor (detach())",
+            )
+        elif isinstance(getattr(value, "__self__", None), GENERATORS):
+            self._refusal = refused_draw(
+                f"{label}, a method of a {type(value.__self__).__name__},", line_of_frame(sys._getframe(3))
             )
         elif isinstance(value, Iterator):
             self._refusal = refusal(
@@ -220,6 +233,8 @@ class Recorder:
                 ),
                 lambda recorder, _: bool(recorder.changed_class()),
             )
+        if drawn := self._drawn:
+            raise StateChangedError(partial(refused_draw, drawn), lambda recorder, _: bool(recorder.drawn()))
         if shared := self._changed_shared:
             raise StateChangedError(
                 lambda line: refusal(
@@ -273,6 +288,11 @@ class Recorder:
         changed = (f"{c.__name__}.{name}" for (c, name), pair in self._shared.items() if not holds_the_same(*pair))
         return next(changed, "")
 
+    def drawn(self) -> str:
+        """A generator of a class that the run has drawn from; empty for none."""
+        drawn = (name for name, (x, state) in self._generators.items() if freeze(state_of(x)) != freeze(state))
+        return next(drawn, "")
+
     def changed_constant(self) -> str:
         """A tensor in a list, dict or object that the run has changed in place; empty for none."""
         return next((name for name, fake in self._constants.items() if fake._version != self._versions[name]), "")
@@ -282,6 +302,8 @@ class Recorder:
         of_class = MISSING if watched.caches(name) else getattr(type(watched.original), name, MISSING)
         before = vars(watched.original).get(name, of_class)
         if isinstance(watched.copy, nn.Module):
+            if name in table and name in table["_buffers"]:  # a plain attribute is a buffer of the copy
+                table["_buffers"][name] = table.pop(name)
             for tensors in TABLES:
                 if name in table[tensors] or name in watched.tables[tensors]:
                     self._take_registered(watched, tensors, name, line)
@@ -354,7 +376,8 @@ class Recorder:
             raise refusal(
                 f"a call sets the buffer {label} from {shown(before)} to {shown(now)}",
                 line,
-                "register it as a tensor of its final shape, and update its values",
+                "register it in __init__, as a tensor of its final shape, and update its values; or call the plain "
+                "model once before compile(), if only a first call does",
             )
         if now.shape != before.shape or now.dtype != before.dtype:
             raise refusal(
@@ -422,7 +445,10 @@ class Recorder:
             state.add(label, table, name)
         else:  # an attribute of the class, until the object has one of this name
             state.add(label, table, name)
-            _note_of_class(state, type(owner), name)
+            if isinstance(owner, fx.GraphModule) and name == "forward":  # a copy makes the class's function anew
+                state.add(watched.label("code"), table, "_code")
+            else:
+                _note_of_class(state, type(owner), name)
 
 
 def _note_of_class(state: PythonState, cls: type, name: str) -> None:

@@ -166,3 +166,53 @@ class EqualSettings(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) * (2.0 if self.settings == Settings() else 1.0)
+
+
+@program(ranks=True)
+class LayersThatAreOne(nn.Module):
+    """A layer in two places is one among ``modules()``, whatever the way to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.rest = nn.ModuleDict({"a": self.a, "b": nn.Linear(8, 8)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        penalty = sum(m.weight.square().sum() for m in self.modules() if isinstance(m, nn.Linear))
+        scale = 2.0 if self.rest["a"] is self.a and [*self.rest.values()][1] is self.rest["b"] else 1.0
+        return scale * self.rest["b"](self.rest["a"](self.a(x))) + penalty
+
+
+@program()
+class ParametersInAList(Two):
+    """As those that do not decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.without = [self.a.bias, self.b.bias]
+
+    def forward(self, x: Tensor) -> Tensor:
+        penalty = sum(p.square().sum() for p in self.parameters() if not any(p is q for q in self.without))
+        return self.a(x) + penalty
+
+
+@program(refused="isinstance")
+class ComparesATypeLater(Two):
+    def forward(self, x: Tensor) -> Tensor:  # refused
+        kind = type(self.b)
+        return self.a(x) * (2.0 if kind in LAYERS else 1.0)
+
+
+LAYERS = (nn.Linear, nn.Conv2d)
+
+
+@program()
+class SetsATensorInTheDict(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.__dict__["last"] = h.detach().mean()
+        return h

@@ -246,3 +246,21 @@ class GeneratorThatIsNotAsked(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
         return h * float(self.random.random()) if self.rate and self.random is not None else h
+
+
+@program(refused="draw with torch")
+class GeneratorOfAClass(Two):
+    random = random.Random(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.random.random()  # refused
+
+
+@program(refused="draw with torch")
+class MethodOfAGenerator(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draw = random.Random(1).random
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.draw()  # refused
