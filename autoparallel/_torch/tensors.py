@@ -126,9 +126,6 @@ def storage_marks(tensors: Iterable[torch.Tensor]) -> list[int]:
     return list(map(storage_mark, tensors))
 
 
-__all__ = ["StorageWeakRef"]  # torch's own, handed on
-
-
 def first_byte(tensor: torch.Tensor) -> int:
     """Where a tensor begins in its storage, in bytes."""
     return int(tensor.storage_offset()) * tensor.itemsize
@@ -164,3 +161,6 @@ class View:
             view.set_(base.untyped_storage(), start // self.dtype.itemsize, self.size, self.stride)
         view = view.conj() if self.is_conj else view
         return torch._neg_view(view) if self.is_neg else view
+
+
+__all__ = ["StorageWeakRef"]  # torch's own, handed on
