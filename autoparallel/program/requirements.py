@@ -26,6 +26,9 @@ def require_stageable(captured: Captured, outputs: str, microbatches: int, diffe
             raise PlanError(problem)
 
 
+_ONE_MICROBATCH = "use one microbatch, which takes a mesh without an axis 'pp'"
+
+
 def kept_outputs(captured: Captured, outputs: str) -> list[int]:
     """The model's outputs that a pipeline keeps, with what the loss weighs, by their number among the results."""
     first = len(captured.mutated_buffers)
@@ -53,12 +56,12 @@ def why_whole(captured: Captured, outputs: str) -> str:
     if (weight := captured.weight) is not None and weight.problem:
         return (
             f"the losses of microbatches cannot be put together: {weight.problem}. Pass a loss_fn that returns (sum, "
-            "count) to compile(), or use one microbatch"
+            f"count), each a sum over rows, to compile(), or {_ONE_MICROBATCH}"
         )
     if hooks := [node for node in captured.graph.nodes if runs_hooks(node.target)]:
         return (
-            f"a hook is given the gradient of each microbatch, not of the batch ({line_of(hooks[0])}): use one "
-            "microbatch, or an autograd.Function in its place, which is taken to work row by row"
+            f"a hook is given the gradient of each microbatch, not of the batch ({line_of(hooks[0])}): use an "
+            f"autograd.Function in its place, which is taken to work row by row, or {_ONE_MICROBATCH}"
         )
     for i in {*kept_outputs(captured, outputs)} - {captured.objective, captured.weight_output}:
         key = captured.results[i].meta["key"]
@@ -76,6 +79,6 @@ def why_whole(captured: Captured, outputs: str) -> str:
         if i in captured.mixed:
             return (
                 f"microbatches would change the buffer {path} otherwise than the batch does: {captured.mixed[i]}. Let "
-                "it count calls, add up sums over rows, or change it outside of the model; or use one microbatch"
+                f"it count calls, add up sums over rows, or change it outside of the model; or {_ONE_MICROBATCH}"
             )
     return ""
