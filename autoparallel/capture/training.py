@@ -19,7 +19,7 @@ from autoparallel.capture.refusals.data_access import DataAccess
 from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
 from autoparallel.capture.tracing.trace import Question, listening
 from autoparallel.graph.caches import caches_in, release, tensors_in
-from autoparallel.graph.captured import CaptureError, refusal
+from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.changed_arguments import ARGUMENTS, describe_changes, note_containers
 from autoparallel.graph.nesting import flatten
 from autoparallel.graph.python_state import is_plain
@@ -180,12 +180,9 @@ class Training(nn.Module):
 
 def _require_unset(attributes: TensorAttributes) -> None:
     if name := attributes.newly_set():
-        raise StateChangedError(
-            lambda line: refusal(
-                f"a call sets {name}, an attribute of a tensor,",
-                line,
-                "keep it in an attribute of the module, or return it as an output",
-            ),
+        raise StateChangedError.refusing(
+            f"a call sets {name}, an attribute of a tensor,",
+            "keep it in an attribute of the module, or return it as an output",
             lambda *_: bool(attributes.newly_set()),
         )
 

@@ -63,6 +63,11 @@ class StateChangedError(CaptureError):
         super().__init__(str(at("an unknown line")))
         self.at, self.has_changed = at, has_changed
 
+    @staticmethod
+    def refusing(what: str, cure: str, has_changed: Callable[[Recorder, Any], bool]) -> StateChangedError:
+        """As :func:`~graph.captured.refusal` says it."""
+        return StateChangedError(lambda line: refusal(what, line, cure), has_changed)
+
 
 class Recorder:
     """The reads and writes of one traced copy of a model.
@@ -225,32 +230,23 @@ class Recorder:
         if self._refusal:
             raise self._refusal
         if name := self.changed_class():
-            raise StateChangedError(
-                lambda line: refusal(
-                    f"a call changes an attribute of a class, {name},",
-                    line,
-                    "keep it in a registered buffer, or set it outside of forward",
-                ),
+            raise StateChangedError.refusing(
+                f"a call changes an attribute of a class, {name},",
+                "keep it in a registered buffer, or set it outside of forward",
                 lambda recorder, _: bool(recorder.changed_class()),
             )
         if drawn := self._drawn:
             raise StateChangedError(partial(refused_draw, drawn), lambda recorder, _: bool(recorder.drawn()))
         if shared := self._changed_shared:
-            raise StateChangedError(
-                lambda line: refusal(
-                    f"a call changes {shared}, which all objects of the class share,",
-                    line,
-                    "return what is collected as an output, or keep it in a registered buffer of the module",
-                ),
+            raise StateChangedError.refusing(
+                f"a call changes {shared}, which all objects of the class share,",
+                "return what is collected as an output, or keep it in a registered buffer of the module",
                 lambda recorder, _: bool(recorder.changed_shared()),
             )
         if constant := self.changed_constant():
-            raise StateChangedError(
-                lambda line: refusal(
-                    f"a call changes the tensor {constant} in place,",
-                    line,
-                    "register it as a buffer (self.register_buffer)",
-                ),
+            raise StateChangedError.refusing(
+                f"a call changes the tensor {constant} in place,",
+                "register it as a buffer (self.register_buffer)",
                 lambda recorder, _: bool(recorder.changed_constant()),
             )
         written: dict[str, Any] = {}
@@ -266,12 +262,9 @@ class Recorder:
             what = f"{self._holder(container)}, a {type(container).__name__}"
             if isinstance(container, GENERATORS):
                 raise StateChangedError(partial(refused_draw, what), lambda recorder, _: recorder.is_changed(number))
-            raise StateChangedError(
-                lambda line: refusal(
-                    f"a call changes {what} that outlives it,",
-                    line,
-                    "return what is collected as an output, or keep it in a registered buffer",
-                ),
+            raise StateChangedError.refusing(
+                f"a call changes {what} that outlives it,",
+                "return what is collected as an output, or keep it in a registered buffer",
                 lambda recorder, _: recorder.is_changed(number),
             )
         for watched in self._watched.values():
