@@ -245,6 +245,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     arguments = parser.parse_args()
     bench = Bench(arguments.device, arguments.rounds)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if bench.on_gpu else "gloo"
         dist.init_process_group(backend, store=FileStore(f"{folder}/store", 1), rank=0, world_size=1)

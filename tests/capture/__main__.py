@@ -1,8 +1,10 @@
-"""``python -m tests.capture [pattern ...]``: the verdict of each program on one rank; ``!`` marks the unexpected.
+"""``python -m tests.capture [--jobs N] [pattern ...]``: the verdict of each program on one rank; ``!`` marks the
+unexpected.
 
 A program that ends the process (a fake tensor's memory is read) does not end the table.
 """
 
+import argparse
 import fnmatch
 import os
 import signal
@@ -24,12 +26,12 @@ def show(chosen: list[Program], pipe: int) -> None:
         words = verdict(program)
         expected = "refused" if program.refused else "equal"
         mark = " " if words == expected else "!"
-        print(f"{mark} {program.subject}.{program.name} [{time.time() - start:.1f} s]: {words}", flush=True)
+        line = f"{mark} {program.subject}.{program.name} [{time.time() - start:.1f} s]: {words}\n"
+        os.write(sys.stdout.fileno(), line.encode())  # whole, whoever else writes
 
 
-def main() -> None:
-    patterns = sys.argv[1:] or ["*"]
-    chosen = [p for p in programs() if any(fnmatch.fnmatch(p.name, a) or p.subject == a for a in patterns)]
+def show_all(chosen: list[Program]) -> None:
+    """Prints the verdicts of all programs, each process's end among them."""
     while chosen:
         reader, writer = os.pipe()
         pid = os.fork()
@@ -46,6 +48,23 @@ def main() -> None:
             cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             print(f"! {program.subject}.{program.name}: DIED: {cause}", flush=True)
         chosen = chosen[done:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=1, help="how many programs run at a time")
+    parser.add_argument("patterns", nargs="*", default=["*"])
+    arguments = parser.parse_args()
+    chosen = [p for p in programs() if any(fnmatch.fnmatch(p.name, a) or p.subject == a for a in arguments.patterns)]
+    children = []
+    for part in range(arguments.jobs):
+        pid = os.fork()
+        if pid == 0:
+            show_all(chosen[part :: arguments.jobs])
+            os._exit(0)
+        children.append(pid)
+    for pid in children:
+        os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 import autoparallel
 from autoparallel import operators
+from tests.devices import DEVICE, on_device
 
 STEPS = 3
 SEED = 5
@@ -94,7 +95,7 @@ class Run:
 
     def compile(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         """The compiled model, or the plain one behind the same face."""
-        self.plains.append(model)
+        self.plains.append(model.to(DEVICE))
         self.changed()
         compiled = self.wrap(model, loss_fn, **options)
         self.models.append(compiled)
@@ -115,7 +116,7 @@ class Run:
 
     def call(self, model: Any, step: int) -> Any:
         """The model's output for the batch of this step, noted."""
-        args, kwargs = split(self.program.batch(step))
+        args, kwargs = on_device(split(self.program.batch(step)))
         output = model(*args, **kwargs)
         self.note("output", output, grad=True)
         return output
@@ -197,15 +198,15 @@ def rows_and_targets(step: int) -> tuple[Any, ...]:
 
 def tokens(step: int) -> tuple[Any, ...]:
     """Four rows of six token ids below eight."""
-    return (torch.randint(0, 8, (4, 6), generator=torch.Generator().manual_seed(step)),)
+    return (torch.randint(0, 8, (4, 6), generator=torch.Generator().manual_seed(step)).to(DEVICE),)
 
 
 def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 + seed))
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 + seed)).to(DEVICE)
 
 
 def split(batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (batch[:-1], batch[-1]) if batch and isinstance(batch[-1], Keywords) else (batch, {})
+    return (batch[:-1], dict(batch[-1])) if batch and isinstance(batch[-1], Keywords) else (batch, {})
 
 
 class Keywords(dict[str, Any]):
@@ -229,11 +230,11 @@ def leaves(value: Any) -> Iterator[Tensor]:
 
 def weigh(output: Any) -> Tensor:
     """A scalar on which every element of every differentiable output has its own influence."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=DEVICE)
     for value in leaves(output):
         if value.requires_grad:
             real = torch.view_as_real(value) if value.is_complex() else value
-            weights = torch.arange(real.numel(), dtype=torch.float64).cos().reshape(real.shape)
+            weights = torch.arange(real.numel(), dtype=torch.float64, device=real.device).cos().reshape(real.shape)
             total = total + (real * weights).mean() + 0.1 * real.square().mean()
     return total
 
@@ -266,7 +267,8 @@ def frozen(value: Any, grad: bool = False) -> Any:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, Tensor):
-        copy = value.detach().to_dense().clone()  # gradients of parameters are dense here, of the same numbers
+        dense = value.detach().to_dense()  # gradients of parameters are dense here, of the same numbers
+        copy = dense.to("cpu", copy=True)
         copy = copy.resolve_conj().resolve_neg()
         return Grad(copy, value.requires_grad) if grad else copy
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -39,11 +38,11 @@ from autoparallel.tools.parity.comparison import Record, compare_ranks, seen_of
 from autoparallel.tools.parity.task import Batch, Task
 from autoparallel.tools.parity.training import Draws, LimitOf, parameters_here, train
 from tests.captures import Captures, shared_captures
+from tests.devices import DEVICE
 from tests.distributed import run_distributed
 from tests.models import Case, build
 
 FLOOR = 1e-3  # a tensor's largest element, or this, is what its difference is relative to
-DEVICE = os.environ.get("AUTOPARALLEL_TEST_DEVICE", "cpu")
 AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pod", "dp", "tp")}
 
 

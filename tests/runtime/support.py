@@ -24,6 +24,7 @@ from autoparallel.comm.groups import use_communicator
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.tools.parity.training import parameters_here
 from tests.captures import Captures, shared_captures
+from tests.devices import DEVICE
 from tests.distributed import run_distributed
 
 AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pod", "dp", "tp")}
@@ -32,7 +33,7 @@ AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pod", "dp", "tp")}
 @functools.cache
 def mesh_of(*shape: int) -> DeviceMesh:
     """The mesh of this shape, made once per process."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=AXES[len(shape)])
+    return init_device_mesh(DEVICE, shape, mesh_dim_names=AXES[len(shape)])
 
 
 class Net(nn.Module):
