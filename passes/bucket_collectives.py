@@ -14,6 +14,7 @@ After:
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -57,6 +58,10 @@ class Buckets:
     buckets: tuple[Bucket, ...]
 
 
+_SILENT_BYTES = 16 * BUCKET_BYTES
+"""The size of a bucket that sends nothing: it keeps gradients until it is complete, but each takes time of the host."""
+
+
 class Unattached(nn.Module):
     """Stands for a bucket that is gathered in the body until the runtime puts the parameters themselves there."""
 
@@ -75,6 +80,12 @@ def _kind(chain: ParameterChain, gather: str) -> Hashable:
 def _sharded_axes(chain: ParameterChain) -> tuple[bool, ...]:
     """Parameters that are sharded over the same axes lie side by side, so that one kernel serves their norm."""
     return tuple(p.kind != "S" for p in chain.at_rest)
+
+
+def _is_silent(chain: ParameterChain) -> bool:
+    """Whether a parameter is used as it lies, and its gradient, too: nothing is sent that could run beside others."""
+    ways = itertools.chain.from_iterable(chain.ways.values())
+    return not chain.gathered and not any(map(any, (*chain.paths, *ways)))
 
 
 def _bytes(chain: ParameterChain) -> int:
@@ -112,7 +123,7 @@ def bucket_collectives(
     for chain in chains:
         kind = _kind(chain, when(chain)), layer(chain)
         members, size = open_groups.get(kind, ([], 0))
-        if members and size + _bytes(chain) > bucket_bytes:
+        if members and size + _bytes(chain) > (_SILENT_BYTES if _is_silent(chain) else bucket_bytes):
             members, size = [], 0
         if not members:
             groups.append(members)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -120,6 +121,60 @@ def accumulated(ctx: Any, count: int) -> list[bool]:
         return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
     except RuntimeError:  # a leaf under torch.autograd.grad()
         return [_accumulates(node) for node in nodes]
+
+
+def held_by_others(grads: Sequence[torch.Tensor | None]) -> set[int]:
+    """The ids of those of a backward's gradients whose memory somebody else may read: to be called by the backward of
+    an autograd function, with the arguments that it was given.
+
+    What nobody else refers to may become ``.grad`` as it is, which autograd itself decides in the same way.
+    """
+    alone = _references_of_one()
+    return {id(g) for g, count in zip(grads, _references(grads), strict=True) if g is not None and count != alone}
+
+
+def _references(grads: Sequence[torch.Tensor | None]) -> list[tuple[int, ...] | None]:
+    """How many refer to each tensor in Python, in C++, and to its memory beside its base; None for one with gaps."""
+    counts: list[tuple[int, ...] | None] = []
+    for g in grads:
+        if g is None or not g.is_contiguous():
+            counts.append(None)
+            continue
+        memory = torch._C._storage_Use_Count(g.untyped_storage()._cdata)
+        counts.append((sys.getrefcount(g), g._use_count(), memory - (g._base is not None)))  # type: ignore[attr-defined]
+    return counts
+
+
+class _Probe(torch.autograd.Function):
+    """Counts the references to a gradient that nobody else has."""
+
+    @staticmethod
+    def forward(ctx: Any, counts: list[Any], x: torch.Tensor) -> torch.Tensor:
+        ctx.counts = counts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.counts += _counts_within(grads)
+        return None, None
+
+
+def _counts_within(grads: Sequence[torch.Tensor]) -> list[tuple[int, ...] | None]:
+    return _references(grads)  # as deep as `held_by_others`
+
+
+_OF_ONE: list[tuple[int, ...] | None] = []
+"""How often what nobody else has is referred to, once that is known: by a backward, which may start threads."""
+
+
+def _references_of_one() -> tuple[int, ...] | None:
+    if not _OF_ONE:
+        counts: list[Any] = []
+        with torch.enable_grad():
+            y = _Probe.apply(counts, torch.zeros(2, requires_grad=True))
+            torch.autograd.backward(y * 2, torch.ones(2))
+        _OF_ONE.append(counts[0])
+    return _OF_ONE[0]
 
 
 def _accumulates(node: Any) -> bool:

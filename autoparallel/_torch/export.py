@@ -149,6 +149,17 @@ def make_fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
+def autocasts() -> bool:
+    """Whether an autocast is on, of whatever kind of device."""
+    return any(map(torch.is_autocast_enabled, ("cpu", *_ACCELERATORS)))
+
+
+def move_to_cpu(value: Any) -> None:
+    """Has a fake tensor, which has no memory, say that it is on the CPU."""
+    if isinstance(value, FakeTensor):
+        value.fake_device = torch.device("cpu")
+
+
 def forget_constant(value: Any) -> None:
     """Has a fake tensor's value not be computed with: that of a tensor which the model holds is a fake, too, of whose
     memory torch would read."""
@@ -197,6 +208,8 @@ def size_guards(value: torch.Tensor) -> list[tuple[Any, bool]]:
         guards[condition] = guards.get(condition, True) and asker.startswith(FOLDER)
     return list(guards.items())
 
+
+_ACCELERATORS = ("cuda", "xpu", "hpu", "mps")
 
 FOLDER = torch.__file__.rpartition("/")[0] + "/"
 """Where torch's own Python lies."""

@@ -69,6 +69,17 @@ def without_trackers() -> Iterator[None]:
             table.update(hooks)
 
 
+@contextmanager
+def laid_out_by_nobody() -> Iterator[None]:
+    """Inside, recurrent layers do not move their weights side by side for cuDNN, as they do where they are copied."""
+    before = torch._C._get_cudnn_enabled()
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_enabled(before)
+
+
 pack_padded_sequence = torch._pack_padded_sequence
 IS_CAUSAL_MASK = (transformer, "_detect_is_causal_mask")
 """Where ``nn.TransformerEncoder`` and ``Decoder`` look up what compares a mask's values with those of a causal one."""

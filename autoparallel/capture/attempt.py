@@ -1,7 +1,11 @@
 """One attempt at a capture.
 
-``torch.export`` (non-strict) traces the model on fake CPU tensors, whatever its device and however large it is; the
-graph is made functional, brought into the few canonical operators that rules speak of, and described.
+``torch.export`` (non-strict) traces the model on fake tensors, however large it is; the graph is made functional,
+brought into the few canonical operators that rules speak of, and described.
+
+[Note: devices] The fakes are on the kind of device that the model will run on: Python asks for it (``x.is_cuda``), and
+autocast casts by it.  The graph that is captured speaks of CPUs, wherever it was traced, so that what is planned on one
+machine is the same on another; ``passes.set_device`` says where a program runs.
 """
 
 from __future__ import annotations
@@ -19,9 +23,10 @@ from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import has_unknown_sizes, keep_lines_of, make_fake_mode
-from autoparallel._torch.nn import parametrizations_made_anew, without_trackers
+from autoparallel._torch.nn import laid_out_by_nobody, parametrizations_made_anew, without_trackers
 from autoparallel.capture.caches import asks_for_cache, make_no_caches
 from autoparallel.capture.describe import describe
+from autoparallel.capture.functional.devices import forget_devices
 from autoparallel.capture.functional.functional import make_functional
 from autoparallel.capture.functional.layers import NotAlike, Stack, find_stacks, leave_out
 from autoparallel.capture.functional.passes import filling_passes, resolving_passes, tracing_passes
@@ -115,6 +120,7 @@ class Attempt:
         precision: the dtypes in which parameters are used, inputs come and outputs leave; None leaves them.
         gradients: whether it is called with gradients enabled.
         autocast: the dtype of the autocast that it is called under: each cast becomes an operator of the graph.
+        device: the kind on which it is traced (see [Note: devices]).
         leaves: the inputs of the call.
         may_read: whether Python may read their values (see ``tracing.inputs_read``).
 
@@ -147,6 +153,7 @@ class Attempt:
     ranks: int = 1
     gradients: bool = True
     autocast: torch.dtype | None = None
+    device: str = "cpu"
     leaves: Sequence[Any] = ()
     may_read: bool = False
 
@@ -175,7 +182,7 @@ class Attempt:
         require_dense({**dict(model.named_buffers()), **tensors})
         with self.mode:
             for tensor in tensors.values():
-                self.fakes.setdefault(id(tensor), stand_in(tensor, self.fakes))
+                self.fakes.setdefault(id(tensor), stand_in(tensor, self.fakes, self.device))
         self.fakes |= {id(held): held for held in not_copied(model)}
         self.attributes = {name: t for name, t in tensors.items() if is_attribute(model, name) and t not in REPLACED}
         self.others = {name: t for name, t in tensors.items() if name not in self.attributes}
@@ -192,7 +199,7 @@ class Attempt:
         is_parameter = isinstance(tensor, nn.Parameter)
         used = self.precision.param_dtype if self.precision is not None and is_parameter else None
         dtype = used if used is not None and tensor.is_floating_point() else tensor.dtype
-        fake = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+        fake = torch.empty(tensor.shape, dtype=dtype, device=self.device)
         return nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
 
     def _fake_inputs(self) -> tuple[list[Any], list[dict[int, Any] | None]]:
@@ -205,7 +212,7 @@ class Attempt:
                 leaves.append(torch.empty((), dtype=spec.dtype) if is_open else spec)
                 dynamic.append({} if is_open else None)
                 continue
-            fake = torch.empty(traced_shape(spec, self.scale), dtype=spec.dtype)
+            fake = torch.empty(traced_shape(spec, self.scale), dtype=spec.dtype, device=self.device)
             leaves.append(fake.requires_grad_(spec.requires_grad))
             rows = {0: Dim.AUTO} if spec.batch and self.symbolic and self.scale * self.batch > 1 else {}
             dynamic.append(rows | {dim: Dim.AUTO for dim, _ in spec.open})
@@ -216,7 +223,8 @@ class Attempt:
         model, loss_fn, table = self.model, self.loss_fn, dict(self.fakes)
         try:
             self.closures = Closures(model, table)
-            plain = copy.deepcopy(model, table)
+            with laid_out_by_nobody():
+                plain = copy.deepcopy(model, table)
             self.closures.fill(plain)
         except Exception as error:
             raise CaptureError(
@@ -296,6 +304,8 @@ class Attempt:
         modules = self.model.named_modules(remove_duplicate=False)
         kinds = {path: getattr(module, "stands_for", type(module)) for path, module in modules}
         run_passes(filling_passes(stacks, captured, kinds), captured.module)
+        if self.device != "cpu":
+            forget_devices(captured)
         for line in findings.left_out:
             LOGGER.warning(LEFT_OUT, line)
         return captured
@@ -355,7 +365,7 @@ class Attempt:
         require_full_hooks(self.model)
         before = torch.is_grad_enabled()
         torch.set_grad_enabled(self.gradients)
-        cast = torch.autocast("cpu", self.autocast, enabled=self.autocast is not None)
+        cast = torch.autocast(self.device, self.autocast, enabled=self.autocast is not None)
         try:
             with only_the_users(), parametrizations_made_anew(), without_trackers(), cast:
                 captured = self._capture()

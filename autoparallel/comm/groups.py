@@ -6,12 +6,16 @@ communicate, so that a test can run all ranks of a mesh as threads of one proces
 
 An axis is named ``"dp"``; several axes at once (one group over all of them) are named ``"dp+tp"``.
 
-[Note: gloo's reduce-scatter] Gloo reduces and scatters by an all-reduce of a copy, which sends twice as much.  So on
-CPUs every rank is sent its row by all others, and adds them up in their order.
+[Note: gloo reads host memory] What lies on a device goes through the host, both ways.  Gloo itself knows some of the
+collectives of GPUs, and ends the process in others.
+
+[Note: gloo's reduce-scatter] Gloo reduces and scatters by an all-reduce of a copy, which sends twice as much.  So with
+gloo every rank is sent its row by all others, and adds them up in their order.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
@@ -100,6 +104,19 @@ def _permute(items: Sequence[T], order: Sequence[int]) -> list[T]:
     return [items[i] for i in order]
 
 
+def _through_host(start: Callable[[MeshGroups, torch.Tensor, str], Wait]) -> Callable[..., Wait]:
+    """Has gloo carry out a collective of what lies on a device (see [Note: gloo reads host memory])."""
+
+    @functools.wraps(start)
+    def begin(self: MeshGroups, x: torch.Tensor, axis: str) -> Wait:
+        if not self.gloo or x.is_cpu:
+            return start(self, x, axis)
+        wait = start(self, x.cpu(), axis)
+        return lambda: wait().to(x.device)
+
+    return begin
+
+
 @dataclass
 class MeshGroups:
     """The communicator of a ``DeviceMesh``; every collective is started at once and returns a function that waits.
@@ -170,7 +187,7 @@ class MeshGroups:
     def send(self, x: torch.Tensor, axis: str, peer: int) -> Wait:
         """Sends a contiguous ``x``; what is returned waits until its memory may be written to again."""
         rank = self.ranks(axis)[peer]
-        x = x.cpu() if self.gloo else x  # gloo sends and receives host memory alone
+        x = x.cpu() if self.gloo else x  # see [Note: gloo reads host memory]
         return self._start("send", axis, x, lambda group: dist.isend(x, rank, group), False)
 
     def receive(self, out: torch.Tensor, axis: str, peer: int) -> Wait:
@@ -184,9 +201,12 @@ class MeshGroups:
         """Reduces the contiguous ``x`` in place."""
         if self.size(axis) == 1:
             return lambda: x
-        data = as_real(x)
-        return self._start("all_reduce", axis, x, lambda group: dist.all_reduce(data, _REDUCE[op], group, True))
+        host = x.cpu() if self.gloo else x
+        data = as_real(host)
+        wait = self._start("all_reduce", axis, host, lambda group: dist.all_reduce(data, _REDUCE[op], group, True))
+        return wait if host is x else lambda: x.copy_(wait())
 
+    @_through_host
     def all_gather(self, x: torch.Tensor, axis: str) -> Wait:
         """Gathers a contiguous ``[...]`` from each of n ranks into ``[n, ...]``."""
         if self.size(axis) == 1:
@@ -197,12 +217,13 @@ class MeshGroups:
         wait = self._start("all_gather", axis, out, lambda group: gather(received, data, group=group, async_op=True))
         return lambda: self.groups[axis].by_place(wait())
 
+    @_through_host
     def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait:
         """Sums a contiguous ``[n, ...]`` over n ranks and leaves rank i with row i."""
         if self.size(axis) == 1:
             return _clone(x[0])
         x = self.groups[axis].by_number(x)
-        if self.gloo and x.is_cpu:
+        if self.gloo:
             return self._sum_of_rows(x, axis)
         out = x.new_empty(x.shape[1:])
         data, received = as_real(x).view(-1), as_real(out).view(-1)
@@ -231,6 +252,7 @@ class MeshGroups:
 
         return add_up
 
+    @_through_host
     def all_to_all(self, x: torch.Tensor, axis: str) -> Wait:
         """Sends row i of a contiguous ``[n, ...]`` to rank i; row i of the result came from rank i."""
         if self.size(axis) == 1:
@@ -248,6 +270,8 @@ class MeshGroups:
         """Sends the first ``sent[0]`` rows of ``x`` to rank 0, and so on; returns the rows received, by rank."""
         if self.size(axis) == 1:
             return x.clone()
+        if self.gloo and not x.is_cpu:
+            return self.all_to_all_rows(x.cpu(), send_counts, receive_counts, axis).to(x.device)
         order = self.groups[axis].order
         if order is not None:
             inverse = _inverse(order)

@@ -1,7 +1,7 @@
 """Values of a call's inputs that Python has read while a trace was made: ``grid.tolist()``, ``lengths.max().item()``.
 
 Each is noted with the calls of torch that it follows from, so that it can be computed of the inputs of any call: a
-trace serves those in which Python would read the same.  Values are computed on the CPU, where traces are made.
+trace serves those in which Python would read the same.  Values are computed on the CPU.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Step:
         if self.writes:
             args = (args[0].clone(), *args[1:])
         result = self.function(*args, **kwargs)
-        return [args[0]] if self.writes else pytree.tree_leaves(result)
+        leaves = [args[0]] if self.writes else pytree.tree_leaves(result)
+        return [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,16 @@ def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def stand_in(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-    """What a copy of the model has in the place of a plain tensor; to be called in a fake mode."""
+def stand_in(tensor: torch.Tensor, memo: dict[int, Any], device: str) -> torch.Tensor:
+    """What a copy of the model has in the place of a plain tensor; to be called in a fake mode.
+
+    Args:
+        device: where those are that are not on the CPU.
+    """
     if tensor in REPLACED and id(REPLACED[tensor]) in memo:
         twin: torch.Tensor = memo[id(REPLACED[tensor])]
         return twin
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if tensor.is_cpu else device)
 
 
 def trained_attributes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

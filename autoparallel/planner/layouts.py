@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from autoparallel.decisions.decisions import RECOMPUTED, Estimate
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
-from autoparallel.placements import format_layout
+from autoparallel.placements import Invariant, format_layout
+from autoparallel.placements.modes import INVARIANT_MODE
 from autoparallel.plan import Plan
 from autoparallel.planner.axis_pairs import minimise_by_pairs
 from autoparallel.planner.infeasible import explain_limit
@@ -53,15 +54,17 @@ def cheapest(problem: Problem, memory_limit: float | None = None, room: float = 
         if node.op == "call_function":
             text = texts.get(id(option))
             if text is None:
-                text = texts[id(option)] = tuple(map(str, option.modes))
+                text = texts[id(option)] = tuple(map(str, space.uncut(option.modes, INVARIANT_MODE)))
             operators[node.meta["key"]] = text
         elif node.name in space.captured.parameters:
-            at_rest = format_layout(option.result)
-            parameters[space.captured.parameters[node.name]] = ParameterPlan(at_rest, option.gather)
+            layout = space.uncut(option.result, Invariant)
+            gather = option.gather if any(p.kind == "S" for p in layout) else "per_step"
+            parameters[space.captured.parameters[node.name]] = ParameterPlan(format_layout(layout), gather)
     for node, (layouts, number) in problem.readers.items():
         result = problem.variables[node].options[choices[problem.variables[node].number]].result
-        if layouts[choices[number]] != result:
-            shared[node.meta["key"]] = format_layout(layouts[choices[number]])
+        layout = space.uncut(layouts[choices[number]], Invariant)
+        if layout != space.uncut(result, Invariant):
+            shared[node.meta["key"]] = format_layout(layout)
     cost = evaluate(problem.factors, choices)
     return Plan(
         mesh=space.mesh,

@@ -73,6 +73,7 @@ class Planner:
             ranks=math.prod(request.sizes),
             gradients=call.gradients or training is True,
             autocast=call.autocast,
+            device=request.device,
         )
         if not captured.batches:
             mark_batch(captured)

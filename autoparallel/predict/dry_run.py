@@ -239,13 +239,13 @@ class _DryStore(GradientStore):
             return super().gather(chains, values)
 
     def receive(
-        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool]
+        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool], shared: Collection[int]
     ) -> list[torch.Tensor | None]:
         """As on a real rank; where gradients are added up, the sums are counted apart (see ``predict.predict``)."""
         rows = reached(chains, grads, accumulated)
         self.reached += [chain.name for chain, _ in rows]
         if self.reduces:
-            return super().receive(chains, grads, accumulated)
+            return super().receive(chains, grads, accumulated, shared)
         if rows and self._scatters:
             sums = cast(self.sum_uses(rows), chains[0].reduce_dtype)
             self._each = len(rows[0][0].each)
@@ -254,11 +254,13 @@ class _DryStore(GradientStore):
             self._each = None
         return [None] * len(chains)
 
-    def receive_sums(self, chains: Sequence[ParameterChain], values: Tensors, *, owned: bool = False) -> None:
+    def receive_sums(
+        self, chains: Sequence[ParameterChain], values: Tensors, shared: Collection[int] = (), *, owned: bool = False
+    ) -> None:
         """As on a real rank."""
         self._each = len(chains[0].each)
         with self.meter.ledger.holding(GRADIENT_BUFFERS):
-            super().receive_sums(chains, values, owned=owned)
+            super().receive_sums(chains, values, shared, owned=owned)
         self._each = None
 
     def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]], *, owned: bool = False) -> Travel:

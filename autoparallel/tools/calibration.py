@@ -161,13 +161,15 @@ def _attention(watch: _Stopwatch, rate: float, dtype: torch.dtype, shape: tuple[
 
 def _memory_bandwidth(watch: _Stopwatch, elements: int) -> float:
     """Bytes per second of the operators that a model is bound by memory in, as they come."""
-    x, y = (torch.randn(elements // 256, 256, device=watch.device) for _ in range(2))
+    width = 256 if watch.device.type == "cpu" else 4096
+    x, y = (torch.randn(elements // width, width, device=watch.device) for _ in range(2))
+    heads = x.t() if watch.device.type == "cpu" else x.view(-1, width, width // 128, 128).transpose(1, 2)
     moved = x.numel() * x.element_size()
     rates = [
         3 * moved / watch.seconds(lambda: x + y),
         2 * moved / watch.seconds(lambda: F.gelu(x)),
-        2 * moved / watch.seconds(lambda: F.layer_norm(x, (256,))),
-        2 * moved / watch.seconds(lambda: x.t().contiguous()),
+        2 * moved / watch.seconds(lambda: F.layer_norm(x, (width,))),
+        2 * moved / watch.seconds(heads.contiguous),
     ]
     return statistics.geometric_mean(rates)
 
@@ -185,8 +187,10 @@ def _host_bandwidth(watch: _Stopwatch, count: int) -> float:
 
 
 def _launch(watch: _Stopwatch) -> float:
-    """Seconds of an operator that does next to nothing, in a chain that is differentiated."""
+    """Seconds of an operator that does next to nothing, in a chain that is differentiated.
 
+    A GPU has many of them waiting: how fast they come does not matter, if they come faster than they are done.
+    """
     count = 100
 
     def chain() -> None:
@@ -195,7 +199,19 @@ def _launch(watch: _Stopwatch) -> float:
             x = x * 1.5
         torch.autograd.grad(x.sum(), start)
 
-    return watch.seconds(chain) / (2 * count)
+    if watch.device.type == "cpu":
+        return watch.seconds(chain) / (2 * count)
+    x = torch.randn(8192, 8192, device=watch.device, dtype=torch.bfloat16)
+
+    def wait() -> None:
+        for _ in range(30):
+            x @ x
+
+    def wait_and_chain() -> None:
+        wait()
+        chain()
+
+    return max(watch.seconds(wait_and_chain) - watch.seconds(wait), 1e-7) / (2 * count)
 
 
 def _groups(mesh: DeviceMesh) -> Iterator[str]:

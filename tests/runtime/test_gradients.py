@@ -584,9 +584,9 @@ def _products_before_each_bucket() -> list[tuple[str, int]]:
             self.count += func is torch.ops.aten.mm.default
             return func(*args, **(kwargs or {}))
 
-    def receive(store: GradientStore, chains: Any, values: Any) -> None:
+    def receive(store: GradientStore, chains: Any, values: Any, shared: Any) -> None:
         happened.append((chains[0].name, products.count))
-        real(store, chains, values)
+        real(store, chains, values, shared)
 
     real = GradientStore.receive_sums
     with mock.patch.object(GradientStore, "receive_sums", receive), Products() as products:

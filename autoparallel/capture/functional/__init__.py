@@ -7,4 +7,5 @@
 - ``ways``: those that a call may take by a tensor's value, as one program.
 - ``selections``: what is made of as many rows as values select; ``inner_graphs``: how it, and a way, become one call.
 - ``layers``: those that repeat, traced once.
+- ``devices``: where it was traced, forgotten.
 """

@@ -36,7 +36,7 @@ def make_functional(program: ExportedProgram) -> ExportedProgram:
     """The trace as values; ``program`` itself, rewritten, where nothing in it writes or is complex, and no autocast
     around it has yet to cast what it computes."""
     table = compositions(program.graph_module)
-    if table or torch.is_autocast_enabled("cpu") or not all(map(_is_functional, program.graph.nodes)):
+    if table or _torch.export.autocasts() or not all(map(_is_functional, program.graph.nodes)):
         for node in program.graph.find_nodes(op="placeholder"):
             _torch.export.forget_constant(node.meta["val"])
         return program.run_decompositions(table)

@@ -224,6 +224,12 @@ def explain_failure(error: Exception, model: nn.Module, in_loss: bool) -> str:
     elif "is mutated in the forward method" in text:
         text = "a tensor is changed in place that is reached otherwise than through the model, as by a hook's closure"
         advice = "register it as a buffer, and reach it through the module that the hook or the function is given"
+    elif "Cannot access data pointer" in text:
+        text = "a kernel is launched on a tensor's memory, which no tensor of a trace has"
+        advice = (
+            "make an operator of what launches it: torch.library.custom_op (of a Triton kernel torch.library.triton_op) "
+            "with register_fake and register_autograd"
+        )
     elif kind == "SyntaxError" and "proxy_tensor" in text:
         advice = "torch cannot trace x.random_(low, high): write torch.randint(low, high, x.shape)"
     elif "Dynamo" in kind and "RecursionError" in text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from torch import fx
 
@@ -22,6 +23,8 @@ from autoparallel.predict.optimizer import parameter_cost
 from autoparallel.rules import operator_name, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.ways import call_modes
+
+T = TypeVar("T")
 
 SHOWN = 4
 """How many ways a message lists."""
@@ -88,6 +91,11 @@ class SearchSpace:
                 producer = node.args[0] if node.target is operator.getitem else node
                 name = operator_name(producer.target)
                 self.unruled[name] = self.unruled.get(name, 0) + 1
+
+    def uncut(self, choices: Sequence[T], whole: T) -> tuple[T, ...]:
+        """Choices, one for each mesh axis, but what is whole over an axis of one rank, which has nobody to share with:
+        a cut would be gathered and reduced there, by copies."""
+        return tuple([whole if size == 1 else c for c, size in zip(choices, self.axis_sizes, strict=True)])
 
     def _is_chosen(self, node: fx.Node) -> bool:
         """Whether there are several ways to run a node."""

@@ -73,12 +73,6 @@ class CallReader:
             problem = _why_replaced(modules, dict(self.plain.named_parameters(remove_duplicate=False)), self._names)
         problem = problem or self.kinds.store.assigned()
         autocast = torch.get_autocast_dtype(mesh.device_type) if torch.is_autocast_enabled(mesh.device_type) else None
-        if autocast is not None and mesh.device_type != "cpu":
-            problem = (
-                "the model is called under torch.autocast, whose choice of a dtype for each operator is traced on CPUs "
-                "only\nWhat to change: call it outside, and give compile() the dtypes "
-                "(precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
-            )
         layouts: list[Layout | None] = [None] * len(leaves)
         local = list(leaves)
         for i, leaf in enumerate(leaves):

@@ -123,6 +123,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         bucket: ParameterBucket = ctx.bucket
+        shared = _torch.autograd.held_by_others(grads)  # before there are other lists of them
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"create_graph=True is not supported for gradients of parameters, such as "
@@ -134,7 +135,7 @@ class _Unshard(torch.autograd.Function):
         chains = bucket.bucket.chains
         uses = len(chains[0].uses)
         rows = [grads[i : i + uses] for i in range(0, len(grads), uses)]
-        return None, *bucket.store.receive(chains, rows, _torch.autograd.accumulated(ctx, len(chains)))
+        return None, *bucket.store.receive(chains, rows, _torch.autograd.accumulated(ctx, len(chains)), shared)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -39,7 +39,7 @@ class LentParameters(GradientStore):
         return ()
 
     def receive(
-        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool]
+        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool], shared: Collection[int] = ()
     ) -> list[torch.Tensor | None]:
         """Hands autograd the complete gradients of a bucket's parameters; None for those that were not reached."""
         rows = reached(chains, grads)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -211,12 +211,13 @@ class GradientStore:
     # -- from a backward --------------------------------------------------------------------------------------------
 
     def receive(
-        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool]
+        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool], shared: Collection[int]
     ) -> list[torch.Tensor | None]:
         """Takes the gradients of a bucket's parameters.
 
         Args:
             accumulated: which of them have ``.grad`` added to (see ``_torch.autograd.accumulated``).
+            shared: the ids of gradients whose memory others may read.
 
         Returns:
             What autograd is handed for each: nothing, because the store itself adds to ``.grad``.
@@ -227,12 +228,18 @@ class GradientStore:
         trained = self.parameters  # some may have been frozen since the forward
         rows = [row for row in reached(chains, grads, accumulated) if trained[row[0].name].requires_grad]
         if rows:
-            self.receive_sums([chain for chain, _ in rows], self.sum_uses(rows))
+            self.receive_sums([chain for chain, _ in rows], self.sum_uses(rows), shared)
         return [None] * len(chains)
 
-    def receive_sums(self, chains: Sequence[ParameterChain], values: Tensors, *, owned: bool = False) -> None:
-        """Takes the gradients of some of a bucket's parameters in the layouts in which they are made; ``owned`` are
-        those that nobody else has."""
+    def receive_sums(
+        self, chains: Sequence[ParameterChain], values: Tensors, shared: Collection[int] = (), *, owned: bool = False
+    ) -> None:
+        """Takes the gradients of some of a bucket's parameters in the layouts in which they are made.
+
+        Args:
+            shared: the ids of gradients whose memory others may read.
+            owned: whether collectives may write to the gradients.
+        """
         if self.window is not None:
             self.window.names.update(dict.fromkeys(chain.name for chain in chains))
         if not self.synchronise:
@@ -250,8 +257,8 @@ class GradientStore:
             sums = [self._with_pending(chain, value) for chain, value in zip(chains, values, strict=True)]
             owned = owned or all(a is not b for a, b in zip(sums, values, strict=True))
             values = sums
-        if not paths[0] and not owned:  # no collective makes a new tensor: what the engine shares must not become .grad
-            values = [value.clone() for value in values]
+        if not paths[0]:  # no collective makes a new tensor: what the engine shares must not become .grad
+            values = [value.clone() if id(value) in shared else value for value in values]
         reduced = self._reduce(chains, values, paths, owned)
         self.passes.running().expect(reduced, partial(self._hand_out, chains))
 

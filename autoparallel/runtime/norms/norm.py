@@ -70,7 +70,8 @@ def _norms(grads: Sequence[Tensor], p: float) -> Tensor:
     """p-norms of parts that together are the tensors, in one float64 tensor; of one dtype and device."""
     dtype = grads[0].dtype
     if grads[0].device.type != "cpu" or dtype == torch.float64:
-        return torch.stack(torch._foreach_norm(list(grads), p, dtype=torch.float64))
+        wide = torch.float32 if dtype.itemsize < 4 else torch.float64  # the units for float64 are few
+        return torch.stack(torch._foreach_norm(list(grads), p, dtype=wide)).double()
     if p not in (1.0, 2.0):
         return torch.stack(torch._foreach_norm(_pieces(grads), p, dtype=torch.float64))
     if dtype != torch.float32:

@@ -53,7 +53,8 @@ class Runner:
         self.body = make_body(program)
         gather_ahead(list(program.regions.values()), self.modules)
         self.order = [n.name for n in program.body.graph.nodes if n.op == "placeholder"]
-        self.fixed: dict[str, torch.Tensor] = dict(captured.constants)
+        device = store.mesh.device_type  # a single number may lie on the CPU, where its owner may change it
+        self.fixed: dict[str, torch.Tensor] = {n: x.to(device) if x.ndim else x for n, x in captured.constants.items()}
         self.leaf_names = captured.inputs
         # Copied, because the call changes them before the backward, which reads them, too, where layers run again.
         self.saved_buffers = {*captured.saved_buffers, *(captured.mutated_buffers if program.regions else ())}

@@ -13,7 +13,7 @@ memory may be another's, too: two parameters that are viewed and added get views
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -84,7 +84,7 @@ class StageGradients(GradientStore):
         self._without = without
 
     def receive(
-        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool]
+        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool], shared: Collection[int] = ()
     ) -> list[torch.Tensor | None]:
         """Adds one microbatch's gradients to the sums, at once or when they are reduced; autograd is handed nothing."""
         rows = reached(chains, grads, accumulated)

@@ -61,6 +61,7 @@ def handle_operators(device: str) -> None:
     _torch.dtensor.handle_operators(_torch.dtensor.list_operators(), on_lists)
     _torch.dtensor.handle_operators([_ATEN.stack.default], on_stack)
     _torch.dtensor.handle_operators([_ATEN.cat.default], on_cat)
+    _torch.dtensor.handle_operators([_ATEN._cudnn_rnn_flatten_weight.default], leave_apart)
 
 
 _STAGES: set[DeviceMesh] = set()
@@ -70,6 +71,11 @@ _STAGES: set[DeviceMesh] = set()
 def note_stages(stages: Iterable[DeviceMesh]) -> None:
     """Notes the meshes of a pipeline's stages, on which the tensors of lists lie apart."""
     _STAGES.update(stages)
+
+
+def leave_apart(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Leaves the weights of a recurrent layer where they are: cuDNN wants them side by side, and copies others."""
+    return args[0][0]
 
 
 def draw_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -61,18 +61,20 @@ class AsksForTheDevice(Two):
 @program(device="cuda")
 class AutocastInsideOnGpus(Two):
     def forward(self, x: Tensor) -> Tensor:
+        a, b = self.a.weight.float(), self.b.weight.float()
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            h = self.a(x)
+            h = F.linear(x.float(), a)
             with torch.amp.autocast(device_type=x.device.type, enabled=False):
-                h = h.double().softmax(-1)
-            return self.b(h).double()
+                h = h.float().softmax(-1) @ a
+            return F.linear(h, b).double()
 
 
 @program(device="cuda")
 class OldAutocastDecorator(Two):
     @torch.amp.autocast("cuda", dtype=torch.float16)
     def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x).tanh()).double()
+        a, b = self.a.weight.float(), self.b.weight.float()
+        return F.linear(F.linear(x.float(), a).tanh().softmax(-1), b).double()
 
 
 class _Square(torch.autograd.Function):
@@ -114,7 +116,7 @@ class WithinADevice(Two):
             return self.b(self.a(x).relu())
 
 
-@program(device="cuda", refused="")
+@program(device="cuda", refused=".")
 class OnAStream(Two):
     def __init__(self) -> None:
         super().__init__()
@@ -316,10 +318,12 @@ class LinearAlgebraOnGpus(Two):
         return self.b(torch.linalg.solve(a, h.mT).mT) + torch.linalg.cholesky(a).diagonal() + torch.logdet(a)
 
 
-@program(device="cuda", refused="")
+@program(device="cuda")
 class AsksForMemory(Two):
+    """A number of Python, which is that of the trace."""
+
     def forward(self, x: Tensor) -> Tensor:
-        used = torch.cuda.memory_allocated()  # refused
+        used = torch.cuda.memory_allocated()
         return self.b(self.a(x)) * (1.0 if used > 0 else 2.0)
 
 
@@ -341,7 +345,7 @@ class _Doubled(torch.autograd.Function):
     @staticmethod
     def launch(x: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        _Doubled.kernel[(1,)](x, out, x.numel(), BLOCK=64)
+        _Doubled.kernel[(1,)](x, out, x.numel(), BLOCK=64)  # refused
         return out
 
     @staticmethod
@@ -353,7 +357,7 @@ class _Doubled(torch.autograd.Function):
         return _Doubled.launch(grad.contiguous())
 
 
-@program(device="cuda")
+@program(device="cuda", refused="custom_op|triton_op")
 class KernelInAFunction(Two):
     def __init__(self) -> None:
         super().__init__()
@@ -363,19 +367,27 @@ class KernelInAFunction(Two):
         return self.b(_Doubled.apply(self.a(x)))
 
 
-@program(device="cuda", refused="")
-class KernelAlone(Two):
-    """A launch that no operator wraps."""
+@torch.library.custom_op("tests_on_gpus::doubled", mutates_args=())
+def _doubled(x: Tensor) -> Tensor:
+    return _Doubled.launch(x.contiguous())
 
+
+@_doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+_doubled.register_autograd(lambda ctx, grad: _doubled(grad))
+
+
+@program(device="cuda")
+class KernelInAnOperator(Two):
     def __init__(self) -> None:
         super().__init__()
-        self.kernel = _kernel_of_triton()
+        _Doubled.kernel = _Doubled.kernel or _kernel_of_triton()
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x).contiguous()
-        out = torch.empty_like(h)
-        self.kernel[(1,)](h, out, h.numel(), BLOCK=64)  # refused
-        return self.b(h) + out.detach()
+        return self.b(_doubled(self.a(x)))
 
 
 # ---------------------------------------------------------------------------------------------------------- around it
@@ -410,15 +422,34 @@ def optimizers_for_gpus(run: Run) -> None:
             finish(run, model, optimizer)
 
 
-@loop(device="cuda", refused="precision")
+@loop(device="cuda")
 def autocast_around(run: Run) -> None:
-    model = run.compile(net())
+    model = run.compile(net().float())
     optimizer = sgd(model)
     for step in range(STEPS):
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            out = model(*rows(step))
+            out = model(rows(step)[0].float())
+        run.note("output", out)
         weigh(out).backward()
         finish(run, model, optimizer)
+
+
+@loop(device="cuda")
+def autocast_and_scaler(run: Run) -> None:
+    """The recipe of torch's tutorials, in float16."""
+    model = run.compile(nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8)).float())
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=0.01), torch.amp.GradScaler("cuda")
+    for step in range(STEPS):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = F.mse_loss(model(rows(step)[0].float()), rows(step + 9)[0].float())
+        run.note("loss", loss)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        run.note("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        run.note_state(model)
 
 
 @loop(device="cuda")
@@ -464,12 +495,14 @@ def inputs_from_pinned_memory(run: Run) -> None:
         finish(run, model, optimizer)
 
 
-@loop(device="cuda", refused="", line=False)
+@loop(device="cuda")
 def inputs_left_on_the_cpu(run: Run) -> None:
     model = run.compile(net())
-    if run.wrap is leave_plain:
-        return
-    model(rows(0)[0].cpu())
+    try:
+        model(rows(0)[0].cpu())
+    except (RuntimeError, ValueError) as error:
+        cure = ".to('cuda')"
+        run.note("says what to change", run.wrap is leave_plain or cure in str(error))
 
 
 @loop(device="cuda")
