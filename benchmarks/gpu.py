@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import statistics
 import tempfile
 import time
@@ -27,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import autoparallel
@@ -36,6 +38,7 @@ from autoparallel.tools.processes import FileStore
 
 LEARNING_RATE = 1e-4
 MAX_NORM = 1e-3  # bites at every step
+STEPS = 4  # that a loop makes before it reads a loss
 
 
 @dataclass(frozen=True)
@@ -107,17 +110,22 @@ class Bench:
         self.device, self.rounds = torch.device(device), rounds
         self.on_gpu = device == "cuda"
 
-    def seconds(self, *turns: Callable[[], object]) -> list[float]:
-        """The median time of each of some functions that take turns; two rounds go before."""
+    def seconds(self, *turns: Callable[[], object], together: int = 1) -> list[float]:
+        """The median time of each of some functions that take turns; two rounds go before.
+
+        Args:
+            together: how often each is called in its turn, before the host waits for the device.
+        """
         times: list[list[float]] = [[] for _ in turns]
         for number in range(self.rounds + 2):
             for turn, kept in zip(turns, times, strict=True):
                 self._synchronize()
                 begin = time.perf_counter()
-                turn()
+                for _ in range(together):
+                    turn()
                 self._synchronize()
                 if number > 1:
-                    kept.append(time.perf_counter() - begin)
+                    kept.append((time.perf_counter() - begin) / together)
         return [statistics.median(kept) for kept in times]
 
     def peak(self, turn: Callable[[], object]) -> float | None:
@@ -134,7 +142,7 @@ class Bench:
             torch.cuda.synchronize()
 
 
-def _build(shape: Shape, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _build(shape: Shape, dtype: torch.dtype, device: torch.device) -> Decoder:
     torch.manual_seed(0)
     with torch.device(device):
         return Decoder(shape).to(dtype)
@@ -195,7 +203,7 @@ def measure(bench: Bench, mesh: DeviceMesh, shape: Shape, profile: Profile) -> l
         "autoparallel": ours_eager,
         "autoparallel, inductor": _step(fast, lambda: fast(ids, targets)),
     }
-    times = dict(zip(steps, bench.seconds(*steps.values()), strict=True))
+    times = dict(zip(steps, bench.seconds(*steps.values(), together=STEPS), strict=True))
     rows: list[Sequence[str]] = []
     for ours, theirs, wanted in (
         ("autoparallel", "plain eager", 1.02),
@@ -232,6 +240,25 @@ def measure(bench: Bench, mesh: DeviceMesh, shape: Shape, profile: Profile) -> l
     return rows
 
 
+def measure_policy(bench: Bench, mesh: DeviceMesh, shape: Shape, profile: Profile) -> list[Sequence[str]]:
+    """The rows of parameters in float32 that are used in bfloat16, against FSDP2."""
+    ids, targets = _tokens(shape, bench.device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = _build(shape, torch.float32, bench.device)
+    ours = autoparallel.compile(copy.deepcopy(model), mesh, loss_fn=loss_fn, precision=policy, hardware=profile)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    steps = [_step(ours, lambda: ours(ids, targets)), _step(model, lambda: loss_fn(model(ids), targets))]
+    mine, theirs = bench.seconds(*steps, together=STEPS)
+    rows: list[Sequence[str]] = [_row("step, bfloat16 policy", "autoparallel", mine, "FSDP2", theirs, 1.0)]
+    if bench.on_gpu:
+        steps[0]()
+        extra = [(bench.peak(step) or 0.0) / 1e9 for step in steps]
+        rows.append(("peak of both", "with ours", f"{extra[0]:.2f} GB", "with FSDP2", f"{extra[1]:.2f} GB", "", ""))
+    return rows
+
+
 def _row(what: str, ours: str, mine: float, theirs: str, other: float, wanted: float) -> Sequence[str]:
     return what, ours, f"{mine * 1e3:.2f} ms", theirs, f"{other * 1e3:.2f} ms", f"{mine / other:.3f}", f"{wanted:.2f}"
 
@@ -257,8 +284,10 @@ def main() -> None:
         name = torch.cuda.get_device_name(0) if bench.on_gpu else "the CPU"
         title = f"{arguments.size} in bfloat16, one rank, {name}, torch {torch.__version__}"
         table = Table(*("what", "ours", "time", "instead", "time", "ratio", "wanted"), title=title)
-        for row in measure(bench, mesh, SHAPES[arguments.size], profile):
-            table.add_row(*row)
+        for rows in (measure, measure_policy):
+            for row in rows(bench, mesh, SHAPES[arguments.size], profile):
+                table.add_row(*row)
+            gc.collect()
         console.print(table)
         dist.destroy_process_group()
 

@@ -129,7 +129,7 @@ def held_by_others(grads: Sequence[torch.Tensor | None]) -> set[int]:
 
     What nobody else refers to may become ``.grad`` as it is, which autograd itself decides in the same way.
     """
-    alone = _references_of_one()
+    alone = next((_references_of_one(type(g), g.device) for g in grads if g is not None), None)
     return {id(g) for g, count in zip(grads, _references(grads), strict=True) if g is not None and count != alone}
 
 
@@ -163,18 +163,18 @@ def _counts_within(grads: Sequence[torch.Tensor]) -> list[tuple[int, ...] | None
     return _references(grads)  # as deep as `held_by_others`
 
 
-_OF_ONE: list[tuple[int, ...] | None] = []
+_OF_ONE: dict[tuple[type, torch.device], tuple[int, ...] | None] = {}
 """How often what nobody else has is referred to, once that is known: by a backward, which may start threads."""
 
 
-def _references_of_one() -> tuple[int, ...] | None:
-    if not _OF_ONE:
+def _references_of_one(kind: type, device: torch.device) -> tuple[int, ...] | None:
+    if (kind, device) not in _OF_ONE:
         counts: list[Any] = []
         with torch.enable_grad():
-            y = _Probe.apply(counts, torch.zeros(2, requires_grad=True))
-            torch.autograd.backward(y * 2, torch.ones(2))
-        _OF_ONE.append(counts[0])
-    return _OF_ONE[0]
+            y = _Probe.apply(counts, torch.zeros(2, device=device, requires_grad=True))
+            torch.autograd.backward(y * 2, torch.ones(2, device=device))
+        _OF_ONE[kind, device] = counts[0]
+    return _OF_ONE[kind, device]
 
 
 def _accumulates(node: Any) -> bool:

@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import _ModuleStackTracer, get_proxy_mod
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
 from torch.fx.node import has_side_effect
+from torch.jit._fuser import optimized_execution
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -281,5 +282,5 @@ would find that its modules are others than those among ``self.modules()``."""
 
 __all__ = [  # torch's own, handed on
     "ShapeEnv", "SymNode", "decompositions", "enable_python_dispatcher", "free_unbacked_symbols", "function_apply",
-    "has_side_effect", "is_fake", "without_modes", "wrap_with_set_grad_enabled",
+    "has_side_effect", "is_fake", "optimized_execution", "without_modes", "wrap_with_set_grad_enabled",
 ]  # fmt: skip

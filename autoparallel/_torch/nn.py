@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import attention
 from torch.nn.modules import module as modules
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -78,6 +79,11 @@ def laid_out_by_nobody() -> Iterator[None]:
         yield
     finally:
         torch._C._set_cudnn_enabled(before)
+
+
+def attention_kernels() -> tuple[str, ...]:
+    """The names of the kernels that attention may run on here, the first choice first."""
+    return tuple(kernel.name for kernel in attention._cur_sdpa_kernel_backends(with_priority=True))
 
 
 pack_padded_sequence = torch._pack_padded_sequence

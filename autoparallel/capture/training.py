@@ -73,12 +73,13 @@ class _Exchange(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(id(x) in self.exchanged for x in pytree.arg_tree_leaves(*args, **kwargs)):
+        tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, torch.Tensor)]
+        if any(id(x) in self.exchanged for x in tensors):  # Dynamo of torch 2.11 knows no id() of numbers
             args, kwargs = pytree.tree_map(self.current, (args, kwargs))
         return func(*args, **kwargs)
 
     def current(self, value: Any) -> Any:
-        return self.exchanged.get(id(value), value)
+        return self.exchanged.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
 
 class Training(nn.Module):

@@ -31,6 +31,17 @@ def is_checkpointed(node: fx.Node) -> bool:
     return "checkpointed" in node.meta.get("custom", {})
 
 
+def mark_kernels(node: fx.Node, kernels: tuple[str, ...]) -> None:
+    """Marks a call with the names of the kernels that the model lets it run on, as decomposing it keeps."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), "kernels": kernels}
+
+
+def kernels_of(node: fx.Node) -> tuple[str, ...] | None:
+    """The names of the kernels that a call may run on; None where the model does not say."""
+    kernels: tuple[str, ...] | None = node.meta.get("custom", {}).get("kernels")
+    return kernels
+
+
 def draw_of(node: fx.Node) -> int | None:
     """The number of the draw that a call makes, among those of a call of the model; None where it draws nothing."""
     place = NUMBERS.get(node.target)  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ OF_INPUTS = "what Python reads of the inputs at"
 
 _HEAP_TYPE = 1 << 9  # of a class that is made at run time, as all are that are written in Python
 _DEEPEST = 8  # objects in objects whose attributes are compared
-LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "sympy", "autoparallel")) - {"__main__"}
+LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "sympy", "triton", "autoparallel")) - {"__main__"}
 """Top-level packages whose own state is no model's."""
 
 

@@ -12,6 +12,7 @@ when the operator runs, so that the program is the same text on every rank.  May
 - ``selective_checkpoint``: calls whose results are kept where the layer around them runs again.
 - ``control_flow``: conditions and loops on values, each with the graphs that it may run.
 - ``flex``: attention whose scores functions of the model's change and mask.
+- ``attention_kernels``: attention on some kernels only.
 - ``plain_randomness``: the same numbers for a plain model in eager.
 - ``tables``: sharded, padded and interleaved tables, and look-ups in them.
 - ``losses``: cross-entropy as a sum and a weight, also of sharded classes.

@@ -11,6 +11,7 @@ import autoparallel
 from autoparallel.tools.processes import Place, Pool, Process
 from tests.capture.registry import programs
 from tests.capture.runner import Program, verdict
+from tests.devices import DEVICE, send_through_host
 from tests.distributed import run_distributed
 from tests.runtime.support import mesh_of
 from tests.templates import start_from_template
@@ -52,6 +53,8 @@ def _take_programs(process: Process, names: list[str]) -> dict[str, str]:
 
 
 def _verdicts(names: list[str], plan: str) -> dict[str, str]:
+    if DEVICE != "cpu":
+        send_through_host()
     table = {p.name: p for p in programs()}
     return {name: _verdict(table[name], plan) for name in names}
 

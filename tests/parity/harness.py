@@ -38,7 +38,7 @@ from autoparallel.tools.parity.comparison import Record, compare_ranks, seen_of
 from autoparallel.tools.parity.task import Batch, Task
 from autoparallel.tools.parity.training import Draws, LimitOf, parameters_here, train
 from tests.captures import Captures, shared_captures
-from tests.devices import DEVICE
+from tests.devices import DEVICE, on_device, send_through_host
 from tests.distributed import run_distributed
 from tests.models import Case, build
 
@@ -111,6 +111,8 @@ def parallel(recipe: Recipe, *, timeout: float = 150.0) -> list[Rank]:
 
 def _train_on_rank(recipe: Recipe) -> Rank:
     rank = dist.get_rank()
+    if DEVICE != "cpu" and recipe.world_size > 1:
+        send_through_host()
     case = build(recipe.model, recipe.dtype, seed=rank)
     case.model.to(DEVICE)
     mesh = _mesh(recipe.mesh, recipe.axis_names)
@@ -205,8 +207,7 @@ def _evaluate(model: nn.Module, case: Case, recipe: Recipe) -> list[Record]:
     """The output of a call in eval mode, without a target."""
     model.eval()
     batch = case.make_batch(10_000, recipe.rows)
-    device = next(model.parameters()).device
-    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to(device), batch)
+    args, kwargs = on_device(batch) if isinstance(next(model.parameters()), DTensor) else batch
     with torch.no_grad():
         if case.loss_fn is not None:
             output = model(*args[:-1], **kwargs)

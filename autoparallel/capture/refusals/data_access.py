@@ -16,6 +16,11 @@ from torch.overrides import TorchFunctionMode
 from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.lines import line_of_frame
 
+KERNEL_CURE = (
+    "make an operator of what launches it, by torch.library.custom_op (of a Triton kernel by torch.library.triton_op), "
+    "with register_fake and register_autograd"
+)
+
 _DETACHES = (torch.Tensor.data.__get__, torch.Tensor.detach, torch.detach)  # type: ignore[attr-defined]
 _VIEWS = frozenset((
     "__getitem__", "as_strided", "chunk", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim", "narrow",

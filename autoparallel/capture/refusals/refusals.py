@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from autoparallel._torch.dtensor import local_of
 from autoparallel._torch.export import free_unbacked_symbols
 from autoparallel._torch.tensors import memory_span
-from autoparallel.capture.refusals.data_access import refused_memory
+from autoparallel.capture.refusals.data_access import KERNEL_CURE, refused_memory
 from autoparallel.graph.captured import Captured, CaptureError, refusal
 from autoparallel.graph.lines import line_of
 from autoparallel.graph.plain_tensors import tensor_at
@@ -226,10 +226,7 @@ def explain_failure(error: Exception, model: nn.Module, in_loss: bool) -> str:
         advice = "register it as a buffer, and reach it through the module that the hook or the function is given"
     elif "Cannot access data pointer" in text:
         text = "a kernel is launched on a tensor's memory, which no tensor of a trace has"
-        advice = (
-            "make an operator of what launches it: torch.library.custom_op (of a Triton kernel torch.library.triton_op) "
-            "with register_fake and register_autograd"
-        )
+        advice = KERNEL_CURE
     elif kind == "SyntaxError" and "proxy_tensor" in text:
         advice = "torch cannot trace x.random_(low, high): write torch.randint(low, high, x.shape)"
     elif "Dynamo" in kind and "RecursionError" in text:

@@ -2,6 +2,7 @@
 
 - ``trace``: what one trace notes; ``tracing`` has torch's functions note it.
 - ``functions``: ``autograd.Function``; ``backward_hooks``: those of tensors and modules.
+- ``attention_kernels``: those that a model lets attention run on.
 - ``positions``: those that count up, of which transformers asks the values.
 - ``checks``: those of values that only raise, left out; ``collectives``: what a model sends itself;
   ``drawn_numbers``: draws that decide nothing; ``seeding``: generators that a model sets;

@@ -80,6 +80,7 @@ class Trace:
         listening: whether the model's own Python runs.
         counting: tensors that count up by one along their last dim, by id, with their version.
         has_leaves: whether the model has made a tensor of its own require gradients, which nobody is given.
+        kernels: the names of those that attention may run on where the model is called.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Trace:
         self.inputs, self.attributes, self.reads_values = inputs, attributes, False
         self.asked_at: str | None = None
         self.has_leaves = False
+        self.kernels = _torch.nn.attention_kernels()
         self._regions: list[tuple[fx.Graph | None, int]] = []  # that the model is in
         self.counting: dict[int, tuple[Tensor, int]] = {}
         self.fixed: dict[int, str] = {}

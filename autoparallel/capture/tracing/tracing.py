@@ -24,6 +24,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autoparallel import _torch
+from autoparallel.capture.refusals.data_access import KERNEL_CURE
+from autoparallel.capture.tracing.attention_kernels import ATTENTION
 from autoparallel.capture.tracing.backward_hooks import HANDLERS, backward_hook
 from autoparallel.capture.tracing.checks import CHECKED
 from autoparallel.capture.tracing.checks import NAMES as ASKED
@@ -34,7 +36,7 @@ from autoparallel.capture.tracing.numbers_read import NAMES as NUMBERS_READ
 from autoparallel.capture.tracing.numbers_read import READS
 from autoparallel.capture.tracing.positions import FOLLOWED, PACKED, masks_of_transformers, unless_counting
 from autoparallel.capture.tracing.seeding import NAMES as SEEDS
-from autoparallel.capture.tracing.trace import CURRENT, Trace, listening, refuse
+from autoparallel.capture.tracing.trace import CURRENT, Trace, listening, refuse, refused_function
 from autoparallel.capture.tracing.values_read import NAMES as VALUES_READ
 from autoparallel.capture.tracing.values_read import READING
 from autoparallel.graph.captured import CaptureError
@@ -63,7 +65,7 @@ def everything_seen(trace: Trace) -> Iterator[None]:
         )
 
 
-_FOLLOWED = {**FOLLOWED, **CHECKED, **READS, **READING}
+_FOLLOWED = {**FOLLOWED, **CHECKED, **READS, **READING, **ATTENTION}
 
 
 class _Listener(TorchFunctionMode):
@@ -276,7 +278,7 @@ _ABSENT = object()
 def _replaced_names() -> Iterator[None]:
     with _REPLACEMENTS.lock:
         if not _REPLACEMENTS.traces:
-            for owner, name, new in (*_NAMES, *_names_of_transformers()):
+            for owner, name, new in (*_NAMES, *_names_of_transformers(), *_names_of_triton()):
                 before = getattr(owner, name) if owner in _ASKED else vars(owner).get(name, _ABSENT)
                 _REPLACEMENTS.stack.callback(_put_back, owner, name, before)
                 setattr(owner, name, new)
@@ -294,6 +296,14 @@ def _names_of_transformers() -> Iterator[tuple[Any, str, Any]]:
     masks = masks_of_transformers()
     if masks is not None:
         yield masks, PACKED, unless_counting(vars(masks)[PACKED])
+
+
+def _names_of_triton() -> Iterator[tuple[Any, str, Any]]:
+    """What launches a kernel, which would write to where the tensors of a trace have no memory."""
+    jit = sys.modules.get("triton.runtime.jit")
+    if jit is not None:
+        launch = refused_function(jit.JITFunction.run, "the model launches a Triton kernel", KERNEL_CURE)
+        yield jit.JITFunction, "run", launch
 
 
 def _put_back(owner: Any, name: str, before: Any) -> None:

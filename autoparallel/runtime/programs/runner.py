@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor
 from autoparallel import _torch
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, NumberSpec
+from autoparallel.graph.layers import kernels_of
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.operators import RandomState, draw_from
+from autoparallel.operators.attention_kernels import limited_to
 from autoparallel.passes.name_modules import name_modules
 from autoparallel.placements import to_dtensor_placements
 from autoparallel.program.program import LocalProgram
@@ -68,6 +70,8 @@ class Runner:
             for node in graph.graph.nodes:
                 if node.op == "call_module" and node.target in self.modules:
                     graph.add_submodule(node.target, self.modules[node.target])
+                if node.op == "call_function" and (kernels := kernels_of(node)) is not None:
+                    node.target = limited_to(node.target, kernels)
             graph.graph.lint()
             graph.recompile()
 

@@ -310,3 +310,18 @@ class Quantised(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.fake_quantize_per_tensor_affine(self.a(x), 0.1, 0, -128, 127)  # refused
+
+
+@program(batch=sequences, ranks=True)
+class AttentionOnOneKernel(nn.Module):
+    """What a model permits is a setting of the process: torch's plainest kernel, which keeps all scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return h + F.scaled_dot_product_attention(q, k, v)

@@ -18,6 +18,7 @@ from tests.capture.programs.inplace import Two
 from tests.capture.programs.loops import finish, net
 from tests.capture.registry import loop, program
 from tests.capture.runner import STEPS, Run, leave_plain, numbers, rows, sgd, weigh
+from tests.devices import DEVICE
 
 
 def _sequences(step: int) -> tuple[Any, ...]:
@@ -71,7 +72,7 @@ class AutocastInsideOnGpus(Two):
 
 @program(device="cuda")
 class OldAutocastDecorator(Two):
-    @torch.amp.autocast("cuda", dtype=torch.float16)
+    @torch.amp.autocast(DEVICE, dtype=torch.float16)
     def forward(self, x: Tensor) -> Tensor:
         a, b = self.a.weight.float(), self.b.weight.float()
         return F.linear(F.linear(x.float(), a).tanh().softmax(-1), b).double()

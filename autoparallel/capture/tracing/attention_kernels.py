@@ -1,0 +1,31 @@
+"""Attention that a model lets run on some kernels only (``with torch.nn.attention.sdpa_kernel(...)``).
+
+Which kernels are permitted is a setting of the process, which no graph has: the call is marked, and a program runs it
+under the same setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import torch.nn.functional as F
+
+from autoparallel import _torch
+from autoparallel.capture.tracing.trace import Trace
+from autoparallel.graph.layers import mark_kernels
+
+
+def _attend(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    kernels, graph = _torch.nn.attention_kernels(), _torch.export.graph_of_trace()
+    if graph is None or kernels == trace.kernels:
+        return func(*args, **kwargs)
+    before = len(graph.nodes)
+    result = func(*args, **kwargs)
+    for node in islice(reversed(graph.nodes), len(graph.nodes) - before):
+        mark_kernels(node, kernels)
+    return result
+
+
+ATTENTION: dict[Any, Callable[..., Any]] = {F.scaled_dot_product_attention: _attend}
