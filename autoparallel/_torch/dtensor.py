@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -43,6 +44,14 @@ def from_part(
 ) -> DTensor:
     """A contiguous ``DTensor`` of a shape, of which this rank has ``local``."""
     return wrap_local(local, make_spec(mesh, placements, torch.Size(shape), local.dtype))
+
+
+def become_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
+    """A new ``DTensor`` as a parameter.  ``nn.Parameter`` would detach it, and that gives a tensor of the CPU on ranks
+    that are not on its mesh."""
+    tensor.requires_grad_(requires_grad)
+    tensor._is_param = True
+    return cast(nn.Parameter, tensor)
 
 
 def gather(tensor: DTensor) -> torch.Tensor:

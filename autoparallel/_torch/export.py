@@ -23,7 +23,6 @@ from torch.fx.experimental.proxy_tensor import _ModuleStackTracer, get_proxy_mod
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
 from torch.fx.node import has_side_effect
-from torch.jit._fuser import optimized_execution
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -148,6 +147,11 @@ def one_layer_lstm(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch
 def make_fake_mode() -> FakeTensorMode:
     """A fake tensor mode with symbolic shapes, which lets real constants in."""
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def python_of(script: Any) -> Callable[..., Any]:
+    """The Python that a function of TorchScript was made of, where torch knows it, as it does while it exports."""
+    return getattr(script, "_torchdynamo_inline", None) or script
 
 
 def autocasts() -> bool:
@@ -282,5 +286,5 @@ would find that its modules are others than those among ``self.modules()``."""
 
 __all__ = [  # torch's own, handed on
     "ShapeEnv", "SymNode", "decompositions", "enable_python_dispatcher", "free_unbacked_symbols", "function_apply",
-    "has_side_effect", "is_fake", "optimized_execution", "without_modes", "wrap_with_set_grad_enabled",
+    "has_side_effect", "is_fake", "without_modes", "wrap_with_set_grad_enabled",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch.export import has_unknown_sizes, keep_lines_of, make_fake_mode, optimized_execution
+from autoparallel._torch.export import has_unknown_sizes, keep_lines_of, make_fake_mode
 from autoparallel._torch.nn import laid_out_by_nobody, parametrizations_made_anew, without_trackers
 from autoparallel.capture.caches import asks_for_cache, make_no_caches
 from autoparallel.capture.describe import describe
@@ -366,9 +366,8 @@ class Attempt:
         before = torch.is_grad_enabled()
         torch.set_grad_enabled(self.gradients)
         cast = torch.autocast(self.device, self.autocast, enabled=self.autocast is not None)
-        slowly = optimized_execution(False)  # else TorchScript fuses kernels, for tensors that have no memory
         try:
-            with only_the_users(), parametrizations_made_anew(), without_trackers(), cast, slowly:
+            with only_the_users(), parametrizations_made_anew(), without_trackers(), cast:
                 captured = self._capture()
         finally:
             self.reads_values |= has_unknown_sizes(self.mode) or any(run.reads_values for run in self.rehearsals)

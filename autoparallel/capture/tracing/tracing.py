@@ -165,6 +165,12 @@ def _sync_batch_norm(self: torch.nn.SyncBatchNorm, x: torch.Tensor) -> torch.Ten
     return _SYNC_BATCH_NORM(self, x) if listening() is None else super(torch.nn.SyncBatchNorm, self).forward(x)
 
 
+def _call_script(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """TorchScript makes kernels of what has run before, which no tensor without memory can be given."""
+    plain = self if listening() is None else _torch.export.python_of(self)
+    return _CALL_SCRIPT(self, *args, **kwargs) if plain is self else plain(*args, **kwargs)
+
+
 def _validate_device(*tensors: torch.Tensor) -> None:
     """A trace on a CPU may carry gradients, too: the program that comes of it has them on any device.
 
@@ -227,6 +233,7 @@ def _answer(ask: Callable[[], bool]) -> bool:
 _ASKED: tuple[Any, ...] = (torch.compiler.is_compiling, torch.compiler.is_exporting)
 _VALIDATE_DEVICE = getattr(*_torch.export.VALIDATE_DEVICE)
 _TO = torch.nn.Module.to
+_CALL_SCRIPT = torch._C.ScriptFunction.__call__
 _SYNC_BATCH_NORM = torch.nn.SyncBatchNorm.forward
 _SET_REPLACEMENT = _torch.export.ShapeEnv._set_replacement
 _FORWARD_AD = torch.autograd.forward_ad
@@ -251,6 +258,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *VALUES_READ,
     (*_torch.export.VALIDATE_DEVICE, _validate_device),
     (torch.nn.Module, "to", _to),
+    (torch._C.ScriptFunction, "__call__", _call_script),
     (torch.Tensor, "__getattr__", _attribute),
     (torch.nn.SyncBatchNorm, "forward", _sync_batch_norm),
     (torch.inference_mode, "__enter__", _enter_inference_mode),

@@ -85,7 +85,7 @@ def _refuse_gradient(name: str, parameter: torch.Tensor) -> None:
 
 def _remade(parameter: nn.Parameter, value: DTensor) -> nn.Parameter:
     """A parameter with a value, in all else as another is, but for its gradient and its hooks."""
-    new = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    new = _torch.dtensor.become_parameter(value, parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
     return new
 
