@@ -233,7 +233,7 @@ def _answer(ask: Callable[[], bool]) -> bool:
 _ASKED: tuple[Any, ...] = (torch.compiler.is_compiling, torch.compiler.is_exporting)
 _VALIDATE_DEVICE = getattr(*_torch.export.VALIDATE_DEVICE)
 _TO = torch.nn.Module.to
-_CALL_SCRIPT = torch._C.ScriptFunction.__call__
+_CALL_SCRIPT: Any = torch._C.ScriptFunction.__call__
 _SYNC_BATCH_NORM = torch.nn.SyncBatchNorm.forward
 _SET_REPLACEMENT = _torch.export.ShapeEnv._set_replacement
 _FORWARD_AD = torch.autograd.forward_ad
