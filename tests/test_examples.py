@@ -140,8 +140,7 @@ def numbers_of(text: str) -> list[float]:
 
 
 class TestFinetuneLlama:
-    @pytest.mark.wide
-    @pytest.mark.slow_where(lambda option: not option)
+    @pytest.mark.slow
     @pytest.mark.parametrize("option", ["", "--lora"])
     def test_two_processes_follow_one(self, option: str) -> None:
         if option:
@@ -235,7 +234,7 @@ class TestByFeature:
         for found in autoparallel.launch(example.train, *given, ranks=2, timeout=TIMEOUT):
             assert found == pytest.approx(losses, abs=5e-2 if name == "mixed_precision" else 1e-9)
 
-    @pytest.mark.wide
+    @pytest.mark.slow
     def test_as_a_script(self) -> None:
         assert "in 12 steps" in run("by_feature/clip.py", processes=2)
         assert "steps were clipped" in run("booster_clipping.py")

@@ -219,6 +219,7 @@ class Attention(Block):
 
 
 @pytest.mark.wide
+@pytest.mark.slow_where(lambda other: other == 3)
 @pytest.mark.parametrize("other", [2, 3])
 def test_functions_of_flex_attention_are_compared(other: int, stacks: list[list[Stack]]) -> None:
     captured = _capture(Model(lambda i: Attention(i, 2 if i != 4 else other)))

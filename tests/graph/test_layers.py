@@ -124,6 +124,7 @@ def _on_two_ranks(plan: str) -> dict[str, float]:
 
 
 @pytest.mark.wide
+@pytest.mark.slow_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
 def test_two_ranks(plan: str) -> None:
     for results in run_distributed(_on_two_ranks, plan, world_size=2):

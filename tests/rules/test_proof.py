@@ -104,7 +104,7 @@ class TestTaggedOperators:
 
 
 @pytest.mark.wide_where(lambda family: family not in ("complexes", "indexing", "random"))
-@pytest.mark.slow_where(lambda family: family == "elementwise")
+@pytest.mark.slow_where(lambda family: family in ("elementwise", "flex", "matmul"))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rules_of_a_family_are_proved(family: str, capsys: pytest.CaptureFixture[str]) -> None:
     proof = Proof()

@@ -122,7 +122,7 @@ def _with_encoder(world: int) -> dict[str, Any]:
     return {"apart": _off(*seen), "kinds": len(model._kinds), "class": type(out.past_key_values).__name__}
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_decoding_with_an_encoders_cache_that_begins_with_one_token() -> None:
     for found in run_distributed(_with_encoder, 2, world_size=2):
         assert found["apart"] < 1e-6 and found["class"] == "EncoderDecoderCache"
@@ -212,6 +212,7 @@ def _in_parts(stages: bool) -> dict[str, Any]:
 
 
 @pytest.mark.wide
+@pytest.mark.slow_where(lambda stages: stages)
 @pytest.mark.parametrize("stages", [True, False], ids=["pipeline", "microbatches"])
 def test_caches_of_calls_in_parts(stages: bool) -> None:
     for found in run_distributed(_in_parts, stages, world_size=2):

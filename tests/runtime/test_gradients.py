@@ -150,7 +150,7 @@ def played(request) -> list[dict[str, dict[str, float]]]:
 
 
 @pytest.mark.wide_where(lambda played: played != ("fsdp", (2,)))
-@pytest.mark.slow_where(lambda played: played in (("data_parallel", (2,)), ("auto", (2, 2))))
+@pytest.mark.slow_where(lambda played: played in (("data_parallel", (2,)), ("auto", (2, 2)), ("fsdp", (2, 2))))
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_gradients_equal_one_process(scenario: str, played) -> None:
     for rank, results in enumerate(played):
@@ -159,7 +159,7 @@ def test_gradients_equal_one_process(scenario: str, played) -> None:
 
 
 @pytest.mark.wide_where(lambda played: played != ("fsdp", (2,)))
-@pytest.mark.slow_where(lambda played: played in (("data_parallel", (2,)), ("auto", (2, 2))))
+@pytest.mark.slow_where(lambda played: played in (("data_parallel", (2,)), ("auto", (2, 2)), ("fsdp", (2, 2))))
 def test_replicated_parameters_are_bit_equal(played) -> None:
     assert all(results["replicas"]["bits"] == 0.0 for results in played)
 
