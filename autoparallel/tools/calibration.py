@@ -202,16 +202,17 @@ def _launch(watch: _Stopwatch) -> float:
     if watch.device.type == "cpu":
         return watch.seconds(chain) / (2 * count)
     x = torch.randn(8192, 8192, device=watch.device, dtype=torch.bfloat16)
-
-    def wait() -> None:
-        for _ in range(30):
+    times: list[float] = []
+    for _ in range(ROUNDS):
+        begin, end = (torch.Event(watch.device, enable_timing=True) for _ in range(2))
+        for _ in range(10):
             x @ x
-
-    def wait_and_chain() -> None:
-        wait()
+        begin.record()
         chain()
-
-    return max(watch.seconds(wait_and_chain) - watch.seconds(wait), 1e-7) / (2 * count)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times) / (2 * count)
 
 
 def _groups(mesh: DeviceMesh) -> Iterator[str]:
