@@ -114,7 +114,8 @@ def _from(function: Body, first: Sequence[Tensor], scores: int, reads: Sequence[
         return function(row + first[0], head + first[1], query, key, *reads)
 
     def change(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Any:
-        return function(score, row + first[0], head + first[1], query, key, *reads)
+        changed = function(score, row + first[0], head + first[1], query, key, *reads)
+        return changed.to(score.dtype)  # which torch's kernels keep: numbers of Python may be of the default dtype
 
     return change if scores else mask  # torch counts their parameters
 
