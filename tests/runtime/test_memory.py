@@ -179,7 +179,7 @@ def test_logits_beside_a_loss_in_chunks_are_not_kept() -> None:
     with pytest.raises(RuntimeError, match="output 1 of the model is not kept: the loss is computed in chunks"):
         found["logits"].argmax(-1)
     with torch.no_grad():
-        torch.testing.assert_close(model.eval()(x, y)["logits"].to_local(), expected["logits"])
+        torch.testing.assert_close(model.eval()(x, y)["logits"], expected["logits"])
 
 
 def test_what_cannot_be_chunked_is_refused() -> None:

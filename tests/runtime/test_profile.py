@@ -68,7 +68,7 @@ def test_modules_buckets_and_collectives_have_names() -> None:
         layer = {"layers.1", "layers.1.up", "layers.1.down", "layers.1.up, backward"}
         sent = {"all_reduce tp", "wait for all_reduce tp"}
         bucket = "layers.0.up.weight to layers.1.down.weight (6 parameters)"
-        assert names >= {*layer, *sent, f"gather {bucket}", f"reduce gradients of {bucket}"}
+        assert names >= {*layer, *sent, f"take {bucket}", f"take gradients of {bucket}"}
         assert "layers" not in names
 
 
