@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autoparallel._torch.tensors import tensors_in
 
@@ -129,52 +131,64 @@ def held_by_others(grads: Sequence[torch.Tensor | None]) -> set[int]:
 
     What nobody else refers to may become ``.grad`` as it is, which autograd itself decides in the same way.
     """
-    alone = next((_references_of_one(type(g), g.device) for g in grads if g is not None), None)
-    return {id(g) for g, count in zip(grads, _references(grads), strict=True) if g is not None and count != alone}
+    alone = next((_references_of_one(g) for g in grads if g is not None), set())
+    return {id(g) for g, count in zip(grads, _references(grads), strict=True) if g is not None and count not in alone}
 
 
-def _references(grads: Sequence[torch.Tensor | None]) -> list[tuple[int, ...] | None]:
-    """How many refer to each tensor in Python, in C++, and to its memory beside its base; None for one with gaps."""
-    counts: list[tuple[int, ...] | None] = []
+_Counts = tuple[int, ...] | None
+
+
+def _references(grads: Sequence[torch.Tensor | None]) -> list[_Counts]:
+    """How many refer to each tensor in Python and in C++, to what it is a view of, and to their memory beside both;
+    None for one with gaps."""
+    counts: list[_Counts] = []
     for g in grads:
         if g is None or not g.is_contiguous():
             counts.append(None)
             continue
+        of_base, base = (0, 0), g._base
+        if base is not None:
+            of_base = sys.getrefcount(base), base._use_count()  # type: ignore[attr-defined]
         memory = torch._C._storage_Use_Count(g.untyped_storage()._cdata)
-        counts.append((sys.getrefcount(g), g._use_count(), memory - (g._base is not None)))  # type: ignore[attr-defined]
+        counts.append((sys.getrefcount(g), g._use_count(), memory, *of_base))  # type: ignore[attr-defined]
+        del base  # two gradients may be views of one tensor
     return counts
 
 
 class _Probe(torch.autograd.Function):
-    """Counts the references to a gradient that nobody else has."""
+    """Counts the references to gradients that nobody else has."""
 
     @staticmethod
-    def forward(ctx: Any, counts: list[Any], x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, counts: list[Any], *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.counts = counts
-        return x.view_as(x)
+        return tuple([x.view_as(x) for x in xs])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         ctx.counts += _counts_within(grads)
-        return None, None
+        return None, *[None for _ in grads]
 
 
-def _counts_within(grads: Sequence[torch.Tensor]) -> list[tuple[int, ...] | None]:
+def _counts_within(grads: Sequence[torch.Tensor]) -> list[_Counts]:
     return _references(grads)  # as deep as `held_by_others`
 
 
-_OF_ONE: dict[tuple[type, torch.device], tuple[int, ...] | None] = {}
+_OF_ONE: dict[tuple[type, torch.device], set[_Counts]] = {}
 """How often what nobody else has is referred to, once that is known: by a backward, which may start threads."""
 
 
-def _references_of_one(kind: type, device: torch.device) -> tuple[int, ...] | None:
-    if (kind, device) not in _OF_ONE:
-        counts: list[Any] = []
-        with torch.enable_grad():
-            y = _Probe.apply(counts, torch.zeros(2, device=device, requires_grad=True))
-            torch.autograd.backward(y * 2, torch.ones(2, device=device))
-        _OF_ONE[kind, device] = counts[0]
-    return _OF_ONE[kind, device]
+def _references_of_one(grad: torch.Tensor) -> set[_Counts]:
+    """The counts of a tensor of the kind of another, and of a view of such a tensor."""
+    kind = type(grad), grad.device
+    if kind not in _OF_ONE:
+        counts: list[_Counts] = []
+        ones = partial(torch.ones, device=grad.device)
+        # A mode of the user's may keep what it sees.
+        with _disable_current_modes(), getattr(grad, "fake_mode", nullcontext()), torch.enable_grad():
+            x, y = _Probe.apply(counts, *[ones(2, 2, requires_grad=True) for _ in range(2)])
+            torch.autograd.backward([-x, -y.view(4)], [ones(2, 2), ones(4)])
+        _OF_ONE[kind] = set(counts)
+    return _OF_ONE[kind]
 
 
 def _accumulates(node: Any) -> bool:

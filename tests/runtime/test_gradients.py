@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import autoparallel
+from autoparallel import _torch
 from autoparallel.runtime.gradients.backwards import IN_FLIGHT, BackwardPass, Travel
 from autoparallel.runtime.gradients.store import GradientStore
 from tests.runtime.support import (
@@ -512,6 +514,55 @@ def test_other_ways_of_backward(per_use: bool) -> None:
     for results in run_on_ranks(_ways, per_use, world_size=2):
         wrong = {name: far for name, far in results.items() if not far < 1e-9}
         assert not wrong and len(results) > 12, wrong
+
+
+class Viewed(nn.Module):
+    """Adds two parameters: one gradient is the output's own, one is a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat, self.square = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.flat + self.square.view(4)
+
+
+class _Keeps(TorchDispatchMode):
+    """Keeps all that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.kept.append(func(*args, **(kwargs or {})))
+        return self.kept[-1]
+
+
+def test_no_gradient_is_memory_that_somebody_else_reads() -> None:
+    model = autoparallel.compile(make(Viewed))
+    seed, seen = torch.linspace(-1, 1, 4, dtype=torch.float64), list[Tensor]()
+    for number in range(1, 3):
+        x = seed.clone().requires_grad_()
+        inner = model(x)
+        inner.register_hook(seen.append)
+        model(inner).backward(seed)  # both calls' gradients of a parameter are this one
+        for grad in (whole(model.flat.grad), whole(model.square.grad).flatten()):
+            assert off(grad, 2 * number * torch.linspace(-1, 1, 4, dtype=torch.float64)) == 0.0
+        assert x.grad is not None
+        for kept in (seed, x.grad, *seen):
+            assert off(kept, torch.linspace(-1, 1, 4, dtype=torch.float64)) == 0.0
+
+
+def test_the_first_backward_may_run_where_all_that_is_computed_is_kept() -> None:
+    with mock.patch.dict(_torch.autograd._OF_ONE, clear=True):
+        with _Keeps():
+            first = make(Viewed)
+            autoparallel.compile(first)(torch.ones(4, dtype=torch.float64)).sum().backward()
+        under_a_mode = dict(_torch.autograd._OF_ONE)
+        _torch.autograd._OF_ONE.clear()
+        autoparallel.compile(make(Viewed))(torch.ones(4, dtype=torch.float64)).sum().backward()
+        assert under_a_mode == _torch.autograd._OF_ONE
 
 
 def test_no_more_than_two_reductions_are_under_way_and_what_is_through_keeps_no_whole_gradient() -> None:
