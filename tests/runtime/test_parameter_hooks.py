@@ -130,6 +130,32 @@ def test_under_no_sync_the_last_backward_shows_the_sum(plan: str) -> None:
     assert gradients_off(model, plain) < 1e-12
 
 
+def test_what_hooks_keep_and_what_they_return_stays_as_it_was() -> None:
+    seen: list[Tensor] = []
+    fixed = torch.ones(4, dtype=torch.float64)
+
+    def register(m: nn.Module) -> None:
+        parameters = dict(m.named_parameters())
+        parameters["up.weight"].register_hook(seen.append)
+        parameters["down.bias"].register_hook(lambda g: fixed)
+
+    model, plain = _alone("data_parallel", register, "after")
+    for number in range(3):  # each backward adds to .grad
+        _step(model, plain, number)
+    assert gradients_off(model, plain) < 1e-12
+    model.clip_grad_norm_(1e-3)
+    assert len(seen) == 6 and max(off(whole(a), b) for a, b in zip(seen[::2], seen[1::2], strict=True)) < 1e-12
+    assert fixed.tolist() == [1.0] * 4
+    seen.clear()
+    model.zero_grad()
+    for window in model.accumulate(2, [batch(n) for n in range(2)]):
+        for x, y in window:
+            model(x, y).backward()
+    kept = whole(seen[0]).clone()
+    model.clip_grad_norm_(1e-3)
+    assert off(whole(seen[0]), kept) == 0.0 and fixed.tolist() == [1.0] * 4
+
+
 @pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", PLANS)
 def test_in_a_window_hooks_come_after_the_division(plan: str) -> None:

@@ -398,7 +398,7 @@ class GradientStore:
                 if value is not None:
                     parameter = self.parameters[name]
                     grad = as_parameter(value.to(parameter.dtype).contiguous(), parameter)
-                    self._add([chain], [call_gradient_hooks(name, parameter, grad)])
+                    self._add([chain], [call_gradient_hooks(name, parameter, grad).clone()])  # hooks may keep theirs
             call_accumulated_hooks(self.parameters[name] for name in complete)
 
     def _call_hooks_of_window(self, names: Iterable[str]) -> None:
@@ -407,9 +407,9 @@ class GradientStore:
             for name, parameter in complete.items():
                 grad = parameter.grad
                 if has_gradient_hooks(parameter) and isinstance(grad, DTensor):
-                    local = call_gradient_hooks(name, parameter, grad)
-                    if local is not _torch.dtensor.local_of(grad):
-                        parameter.grad = _torch.dtensor.wrap_local(local, _torch.dtensor.spec_of(grad))
+                    local = _torch.dtensor.local_of(grad)
+                    twin = _torch.dtensor.wrap_local(local.clone(), _torch.dtensor.spec_of(grad))  # hooks may keep it
+                    local.copy_(call_gradient_hooks(name, parameter, twin))
             call_accumulated_hooks(complete.values())
 
     # -- from clipping, the optimizer, and the outside --------------------------------------------------------------
