@@ -81,6 +81,7 @@ class Trace:
         counting: tensors that count up by one along their last dim, by id, with their version.
         has_leaves: whether the model has made a tensor of its own require gradients, which nobody is given.
         kernels: the names of those that attention may run on where the model is called.
+        scripts: how many functions of TorchScript the model is in.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Trace:
         self.inputs, self.attributes, self.reads_values = inputs, attributes, False
         self.asked_at: str | None = None
         self.has_leaves = False
-        self.kernels = _torch.nn.attention_kernels()
+        self.kernels, self.scripts = _torch.nn.attention_kernels(), 0
         self._regions: list[tuple[fx.Graph | None, int]] = []  # that the model is in
         self.counting: dict[int, tuple[Tensor, int]] = {}
         self.fixed: dict[int, str] = {}

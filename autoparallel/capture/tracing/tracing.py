@@ -167,8 +167,21 @@ def _sync_batch_norm(self: torch.nn.SyncBatchNorm, x: torch.Tensor) -> torch.Ten
 
 def _call_script(self: Any, *args: Any, **kwargs: Any) -> Any:
     """TorchScript makes kernels of what has run before, which no tensor without memory can be given."""
-    plain = self if listening() is None else _torch.export.python_of(self)
-    return _CALL_SCRIPT(self, *args, **kwargs) if plain is self else plain(*args, **kwargs)
+    trace = listening()
+    plain: Any = self if trace is None else _torch.export.python_of(self)
+    if trace is None or plain is self:
+        return _CALL_SCRIPT(self, *args, **kwargs)
+    trace.scripts += 1
+    try:
+        return plain(*args, **kwargs)
+    finally:
+        trace.scripts -= 1
+
+
+def _is_scripting() -> bool:
+    """What a function of TorchScript is told, which runs as Python."""
+    trace = listening()
+    return trace is not None and trace.scripts > 0
 
 
 def _validate_device(*tensors: torch.Tensor) -> None:
@@ -233,6 +246,7 @@ def _answer(ask: Callable[[], bool]) -> bool:
 _ASKED: tuple[Any, ...] = (torch.compiler.is_compiling, torch.compiler.is_exporting)
 _VALIDATE_DEVICE = getattr(*_torch.export.VALIDATE_DEVICE)
 _TO = torch.nn.Module.to
+_IS_SCRIPTING: Any = vars(torch.jit)["is_scripting"]
 _CALL_SCRIPT: Any = torch._C.ScriptFunction.__call__
 _SYNC_BATCH_NORM = torch.nn.SyncBatchNorm.forward
 _SET_REPLACEMENT = _torch.export.ShapeEnv._set_replacement
@@ -250,6 +264,8 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     _torch.export.MODULES_THEMSELVES,
     *[(f, "__defaults__", (partial(_answer, FunctionType(f.__code__, f.__globals__, f.__name__)),)) for f in _ASKED],
     *[(f, "__code__", _as_told.__code__) for f in _ASKED],
+    (_IS_SCRIPTING, "__defaults__", (_is_scripting,)),
+    (_IS_SCRIPTING, "__code__", _as_told.__code__),
     *ASKED,
     *COLLECTIVES,
     *DRAWS,
@@ -287,7 +303,7 @@ def _replaced_names() -> Iterator[None]:
     with _REPLACEMENTS.lock:
         if not _REPLACEMENTS.traces:
             for owner, name, new in (*_NAMES, *_names_of_transformers(), *_names_of_triton()):
-                before = getattr(owner, name) if owner in _ASKED else vars(owner).get(name, _ABSENT)
+                before = getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner).get(name, _ABSENT)
                 _REPLACEMENTS.stack.callback(_put_back, owner, name, before)
                 setattr(owner, name, new)
         _REPLACEMENTS.traces += 1

@@ -340,6 +340,23 @@ class FunctionInTorchscript(Two):
         return self.b(fused_gelu(self.a(x)))
 
 
+def twice_in_torchscript(x: Tensor) -> Tensor:
+    return x * 2 if torch.jit.is_scripting() else x
+
+
+@torch.jit.script
+def asks_where_it_runs(x: Tensor) -> Tensor:
+    return twice_in_torchscript(x) + 1
+
+
+@program()
+class FunctionThatKnowsOfTorchscript(Two):
+    """The function is told that it runs in TorchScript, its caller is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(asks_where_it_runs(self.a(x)) + twice_in_torchscript(x))
+
+
 @program()
 class CompiledFunctionInside(Two):
     """torch.compile as a decorator of a function that the model calls."""
