@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
 from autoparallel import _torch
@@ -24,8 +25,13 @@ def _attend(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -
     before = len(graph.nodes)
     result = func(*args, **kwargs)
     for node in islice(reversed(graph.nodes), len(graph.nodes) - before):
-        mark_kernels(node, kernels)
+        if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+            mark_kernels(node, kernels)
     return result
 
 
-ATTENTION: dict[Any, Callable[..., Any]] = {F.scaled_dot_product_attention: _attend}
+# What torch's own functions call, nobody else sees.
+ATTENTION: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: _attend,
+    F.multi_head_attention_forward: _attend,
+}

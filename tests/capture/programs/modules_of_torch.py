@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.capture.programs.inplace import Two
@@ -325,3 +328,33 @@ class AttentionOnOneKernel(nn.Module):
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return h + F.scaled_dot_product_attention(q, k, v)
+
+
+class _Softmaxes(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "softmax" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _kernels(run: Run) -> None:
+    """Notes how many softmaxes a call computes, which only torch's plainest kernel does."""
+    model = run.start()
+    with _Softmaxes() as softmaxes:
+        run.call(model, 0)
+    run.note("softmaxes", softmaxes.count)
+
+
+@program(batch=sequences, loop=_kernels)
+class AttentionOfAModuleOnOneKernel(nn.Module):
+    """The call of the kernel stands in torch's own function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            h, _ = self.attention(x, x, x, need_weights=False)
+        return h + self.attention(x, x, x, need_weights=False)[0]
