@@ -222,6 +222,7 @@ class _DryStore(GradientStore):
     ) -> None:
         self.communicator, self.meter, self.reduces = communicator, meter, reduces
         self._scatters = not reduces and plan.pipeline is None
+        self._adds_up = plan.microbatches > 1
         self.reached: list[str] = []
         self._each: int | None = None  # how many steps of the gradients that are reduced now every microbatch takes
         ranks = torch.arange(communicator.size("+".join(plan.axis_names)), device="cpu").view(plan.axis_sizes)
@@ -245,6 +246,8 @@ class _DryStore(GradientStore):
         rows = reached(chains, grads, accumulated)
         self.reached += [chain.name for chain, _ in rows]
         if self.reduces:
+            if self._adds_up:  # to the sums of the microbatches before, which takes what a copy does
+                shared = {id(grad) for row in grads for grad in row}
             return super().receive(chains, grads, accumulated, shared)
         if rows and self._scatters:
             sums = cast(self.sum_uses(rows), chains[0].reduce_dtype)
