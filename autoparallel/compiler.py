@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -155,8 +155,8 @@ class Compiler:
         try:
             plan = self._plan(captured, call, at_rest)
         except PlanError as error:
-            even = self._round_batch(call)
-            if at_rest is not None or self.request.stages or not self._is_preset or even.batch == call.batch:
+            even = self._round_batch(call, captured.batch_dims)
+            if at_rest is not None or self.request.stages or not self._is_preset or even.specs == call.specs:
                 raise
             # A preset cannot cut this batch: parameters lie as for the next larger one that it can.
             try:
@@ -185,10 +185,21 @@ class Compiler:
     def _is_preset(self) -> bool:
         return self.request.plan != "auto" and not isinstance(self.request.plan, Plan)
 
-    def _round_batch(self, call: Call) -> Call:
-        """The same call with a batch that can be cut over all ranks and into microbatches, as one that trains has."""
+    def _round_batch(self, call: Call, dims: Mapping[int, int] | None = None) -> Call:
+        """The same call with a batch that can be cut over all ranks and into microbatches, as one that trains has.
+
+        Args:
+            dims: which dim is the batch, where it is not the first one (see ``Captured.batch_dims``).
+        """
         pipeline = self.request.pipeline
         pieces = self.mesh.size() * (pipeline.microbatches or 1 if pipeline is not None else 1)
+        if dims:
+            specs = list(call.specs)
+            for leaf, dim in dims.items():
+                shape = list(specs[leaf].shape)
+                shape[dim] = -(-shape[dim] // pieces) * pieces
+                specs[leaf] = replace(specs[leaf], shape=tuple(shape))
+            return replace(call, specs=tuple(specs))
         rows = -(-call.batch // pieces) * pieces
         specs = [
             replace(s, shape=(s.batch * rows, *s.shape[1:])) if isinstance(s, InputSpec) and s.batch else s

@@ -5,7 +5,7 @@ Before:
     cummax = aten.cummax(x, 1);  values = cummax[0]
 After:
     recurrent = autoparallel.recurrent(x, [h, c], [w, u], "lstm", False, 1, False, True)
-    out = aten.reshape(aten.slice(recurrent, 1, 0, 40), [8, 5, 8])
+    out = aten.reshape(aten.slice(recurrent, 1, 16), [8, 5, 8])
     indices_along = autoparallel.indices_along(x, 1, "cummax");  values = aten.gather(x, 1, indices_along)
 """
 
@@ -32,28 +32,33 @@ Parts = Callable[[int], Any]
 def _split_recurrent(emit: Emitter, node: fx.Node) -> Parts | None:
     """A recurrent layer, whose results are parts of one."""
     v = arguments(node)
-    steps = shape_of(v["input"])[1 if v["batch_first"] else 0]
-    if v["dropout"] and v["train"] or not isinstance(steps, int):
+    if v["dropout"] and v["train"]:
         return None
     kind, x = str(node.target).split(".")[1], v["input"]
     states = v["hx"] if kind == "lstm" else [v["hx"]]
     biases, layers, both, first = v["has_biases"], v["num_layers"], v["bidirectional"], v["batch_first"]
     rows = emit(recurrent, x, states, v["params"], kind, biases, layers, both, first)
-    shapes = [tuple(value.shape) for value in node.meta["val"]]
-    return lambda i: _part_of_rows(emit, rows, shapes, i, first)
+    width = node.meta["val"][0].shape[2]
+    shapes = [(state.shape[0], state.shape[2]) for state in node.meta["val"][1:]]
+    return lambda i: _part_of_rows(emit, rows, shapes, i - 1) if i else _steps_of_rows(emit, rows, shapes, v, width)
 
 
-def _part_of_rows(emit: Emitter, rows: fx.Node, shapes: list[tuple[Any, ...]], index: int, first: bool) -> fx.Node:
-    """One of the results that lie side by side in rows."""
+def _part_of_rows(emit: Emitter, rows: fx.Node, shapes: list[tuple[int, int]], index: int) -> fx.Node:
+    """One of the last states, which lie side by side in rows."""
+    start = sum(map(math.prod, shapes[:index]))
+    part = emit(aten.slice.Tensor, rows, 1, start, start + math.prod(shapes[index]))
+    part = emit(aten.reshape.default, part, [emit.size(rows, 0), *shapes[index]])
+    return emit(aten.transpose.int, part, 0, 1)
 
-    def inner(i: int) -> tuple[Any, ...]:
-        shape = shapes[i]
-        return (shape[0] if i or not first else shape[1], shape[2])
 
-    start = sum(math.prod(inner(i)) for i in range(index))
-    part = emit(aten.slice.Tensor, rows, 1, start, start + math.prod(inner(index)))
-    part = emit(aten.reshape.default, part, [emit.size(rows, 0), *inner(index)])
-    return part if first and not index else emit(aten.transpose.int, part, 0, 1)
+def _steps_of_rows(
+    emit: Emitter, rows: fx.Node, shapes: list[tuple[int, int]], v: dict[str, Any], width: int
+) -> fx.Node:
+    """The outputs of all steps, behind the last states: their number may be open."""
+    part = emit(aten.slice.Tensor, rows, 1, sum(map(math.prod, shapes)))
+    steps = emit.size(v["input"], 1 if v["batch_first"] else 0)
+    part = emit(aten.reshape.default, part, [emit.size(rows, 0), steps, width])
+    return part if v["batch_first"] else emit(aten.transpose.int, part, 0, 1)
 
 
 def _split_bag(emit: Emitter, node: fx.Node) -> Parts | None:

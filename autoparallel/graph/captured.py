@@ -102,6 +102,9 @@ class Captured:
         python_draws: how many times it draws from Python's ``random`` what decides nothing.
         runs: the layers that are alike; passes that rewrite the graph before it is planned leave their nodes' names.
         left_out: the indices of outputs that the graph does not make any more; it has the loss in their place.
+        time_first: the line of the recurrent layer that takes the first dim of the first input for time, where one
+            does: the second is the batch.
+        batch_dims: which dim is the batch then, of each leaf of the inputs that has it.
     """
 
     module: fx.GraphModule
@@ -131,6 +134,8 @@ class Captured:
     numbers: tuple[int, ...] = ()
     fixed: tuple[str, ...] = ()
     left_out: frozenset[int] = frozenset()
+    time_first: str = ""
+    batch_dims: dict[int, int] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
@@ -227,6 +232,11 @@ class Captured:
     @property
     def why_fixed(self) -> str:
         """Where the model fixes sizes that others would leave open, and what to write instead."""
+        if self.time_first:
+            return (
+                f"the layer at {self.time_first} takes the first dim of the first input for time, and only a first dim "
+                "stays open as the batch: batch_first=True, and inputs [batch, time, ...]"
+            )
         if not self.fixed:
             return "what the model asks of its sizes (such as if x.shape[1] > ...) has another answer for others"
         lines = "; and at ".join(self.fixed)
@@ -234,6 +244,10 @@ class Captured:
             f"the model fixes a size or a number at {lines}. What len(x), int(x.shape[0]), range(...) or a comparison "
             "reads into Python is fixed: x.shape[0] and tensors stay open"
         )
+
+    def rows(self, specs: Sequence[Any], batch: int) -> int:
+        """How many rows a call has whose first dims are ``batch``."""
+        return next((int(specs[leaf].shape[dim]) for leaf, dim in self.batch_dims.items()), batch)
 
     def is_batch(self, size: Any) -> bool:
         """Whether a traced size is the batch's, or a multiple of it."""

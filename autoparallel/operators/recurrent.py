@@ -18,7 +18,7 @@ def recurrent(
     bidirectional: bool,
     batch_first: bool,
 ) -> Tensor:
-    """All results of an LSTM, a GRU or an RNN: [rows, numbers], of each row the outputs and then the last states.
+    """All results of an LSTM, a GRU or an RNN: [rows, numbers], of each row the last states and then the outputs.
 
     Args:
         x: ``[rows, steps, inputs]``, or ``[steps, rows, inputs]`` unless ``batch_first``.
@@ -30,10 +30,10 @@ def recurrent(
     if hasattr(x, "fake_mode"):  # torch's own would fix the sizes
         rows, steps = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
         widths = [state.shape[0] * state.shape[2] for state in states]
-        return x.new_empty(rows, steps * (1 + bidirectional) * states[0].shape[2] + sum(widths))
+        return x.new_empty(rows, sum(widths) + steps * (1 + bidirectional) * states[0].shape[2])
     run = getattr(torch.ops.aten, kind).input
     before = list(states) if kind == "lstm" else states[0]
     train = any(w.requires_grad for w in weights)
     outputs, *last = run(x, before, list(weights), biases, layers, 0.0, train, bidirectional, batch_first)
-    parts = [outputs if batch_first else outputs.transpose(0, 1), *(state.transpose(0, 1) for state in last)]
+    parts = [*(state.transpose(0, 1) for state in last), outputs if batch_first else outputs.transpose(0, 1)]
     return torch.cat([part.flatten(1) for part in parts], 1)

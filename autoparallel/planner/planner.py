@@ -19,7 +19,7 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.prediction import LatePrediction, Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
-from autoparallel.passes.mark_batch import mark_batch
+from autoparallel.passes.mark_batch import mark_batch, mark_batch_behind_time
 from autoparallel.passes.sort_calls import sort_calls
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.evaluation import Evaluator
@@ -75,7 +75,7 @@ class Planner:
             autocast=call.autocast,
             device=request.device,
         )
-        if not captured.batches:
+        if not mark_batch_behind_time(captured) and not captured.batches:
             mark_batch(captured)
         return sort_calls(captured) if self.sorts_calls else captured
 
@@ -105,7 +105,7 @@ class Planner:
         try:
             plan = evaluator.best(proposals(evaluator)).require()
         except PlanError:
-            is_even = call.batch % math.prod(self.request.sizes) == 0
+            is_even = captured.rows(call.specs, call.batch) % math.prod(self.request.sizes) == 0
             if settled.at_rest is None or is_even or self.request.plan == "auto":
                 raise
             return Planner(self.model, replace(self.request, plan="auto")).search(captured, call, settled)
