@@ -38,6 +38,7 @@ from autoparallel.capture.python.recorder import LOSS, Recorder, StateChangedErr
 from autoparallel.capture.refusals.refusals import (
     INSTEAD_OF_WAYS,
     explain_failure,
+    is_raised_by_model,
     place_of,
     require_dense,
     require_own_memory,
@@ -51,7 +52,7 @@ from autoparallel.capture.tracing.trace import Answers, Question, Trace
 from autoparallel.capture.tracing.tracing import everything_seen
 from autoparallel.capture.training import Training
 from autoparallel.capture.user_warnings import only_the_users
-from autoparallel.graph.captured import Captured, CaptureError, InputSpec, NumberSpec, refused_draw
+from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec, refused_draw
 from autoparallel.graph.hooks import HookTemplate, require_full_hooks
 from autoparallel.graph.layers import find_runs, is_checkpointed, layer_of
 from autoparallel.graph.lines import first_line, line_of
@@ -418,7 +419,9 @@ class Attempt:
                 if error.__cause__ is None or place_of(error.__cause__) != place_of(failed):
                     raise
                 # It speaks of sizes, not of symbols.
-                raise FailsUntraced(explain_failure(failed, whole.model, whole.findings.has_outputs)) from failed
+                same_mode = self.training is None or self.training == self.model.training
+                own = failed if same_mode and not asks and is_raised_by_model(failed) else None
+                raise FailsUntraced(explain_failure(failed, whole.model, whole.findings.has_outputs), own) from failed
         states = whole.recorder.state(), reads.state(), self.closures.state(), self._attributes.state()
         for state in (*states, read_of_loss(self.loss_fn)):
             captured.state.merge(state)
@@ -427,10 +430,6 @@ class Attempt:
         if stacks and (inputs := self.rehearsals[0].inputs) is not None:  # of layers that are not traced, too
             captured.state.inputs.append(inputs.taken())
         return captured
-
-
-class FailsUntraced(CaptureError):
-    """The model fails in the same line without a trace, where no size is open."""
 
 
 def scale_of(least_batch: int, batch: int) -> int:

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.capture.attempt import Attempt, FailsUntraced, scale_of, traced_shape
+from autoparallel.capture.attempt import Attempt, scale_of, traced_shape
 from autoparallel.graph.calls import closed, fits, without_numbers
-from autoparallel.graph.captured import Captured, CaptureError, InputSpec, NumberSpec
+from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec
 from autoparallel.graph.garbage import MANY, collected_rarely, count_as_old
 from autoparallel.passes.follow_batch import follow_results, weight_of_rows
 
@@ -88,7 +88,9 @@ def _capture(
             return captured
     assert failed is not None  # the last attempt has no symbols that could differ from the call
     if failed.__cause__ is not None:
-        raise CaptureError(f"{failed}\n{_arguments(model, specs, in_spec, options)}") from failed.__cause__
+        text = f"{failed}\n{_arguments(model, specs, in_spec, options)}"
+        own = failed.own if isinstance(failed, FailsUntraced) else None
+        raise (CaptureError(text) if own is None else FailsUntraced(text, own)) from failed.__cause__
     raise failed
 
 

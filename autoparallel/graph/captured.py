@@ -25,6 +25,19 @@ class CaptureError(RuntimeError):
     """The model cannot be captured as one graph; the message names the line and says what to change."""
 
 
+class FailsUntraced(CaptureError):
+    """The model fails in the same line without a trace, where no size is open.
+
+    Attributes:
+        own: what the model itself raises (``raise ValueError(...)``), as the plain one does for the same call; None
+            where that is not known.
+    """
+
+    def __init__(self, text: str, own: Exception | None) -> None:
+        super().__init__(text)
+        self.own = own
+
+
 def refusal(what: str, line: str, cure: str) -> CaptureError:
     """What a model does that no program can have.
 

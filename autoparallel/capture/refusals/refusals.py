@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 import re
 import traceback
@@ -190,6 +191,18 @@ def place_of(error: BaseException) -> object:
     """What kind of error was raised, and in which line of a model."""
     frames = _own_frames(traceback.extract_tb(error.__traceback__))
     return type(error), [(f.filename, f.lineno) for f in frames[-1:]]
+
+
+def is_raised_by_model(error: Exception) -> bool:
+    """Whether an error comes of a ``raise`` or an ``assert`` of the model, or of a library of its, and of no other
+    error: torch fails otherwise on tensors without memory than on those of the call."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or error.__context__ is not None or not _own_frames(traceback.extract_tb(trace)):
+        return False
+    code = trace.tb_frame.f_code.co_code
+    return dis.opname[code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 
 def explain_failure(error: Exception, model: nn.Module, in_loss: bool) -> str:

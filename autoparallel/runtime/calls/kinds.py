@@ -30,7 +30,7 @@ from autoparallel.graph.calls import (
     opened,
     without_numbers,
 )
-from autoparallel.graph.captured import Captured, InputSpec, NumberSpec
+from autoparallel.graph.captured import Captured, FailsUntraced, InputSpec, NumberSpec
 from autoparallel.graph.python_state import OF_INPUTS, PythonState
 from autoparallel.placements import format_layout
 from autoparallel.plan import Plan
@@ -259,7 +259,13 @@ class Kinds:
             # What is made now is used for training, too; what the loop does to saved tensors, or counts (as
             # FlopCounterMode does), is not for dry runs.
             with torch.inference_mode(False), _torch.autograd.saved_as_they_are(), _torch.export.without_modes():
-                kind = self.maker.make_kind(call, trace)
+                try:
+                    kind = self.maker.make_kind(call, trace)
+                except FailsUntraced as error:
+                    if error.own is None:
+                        raise
+                    error.own.add_note(f"Raised by the model itself, before anything was computed: {error}")
+                    raise error.own from None
             self._add(kind, key, call, "planned" if trace is not None else "captured and planned", why, started)
         kind.runner.require_fits(call)
         self._ready[keyed.sized] = kind

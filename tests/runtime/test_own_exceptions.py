@@ -1,0 +1,75 @@
+"""What a model itself raises comes back as its own exception, on every rank, and what cannot be traced as a refusal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoparallel
+from autoparallel import CaptureError
+from tests.distributed import run_distributed
+from tests.runtime.support import mesh_of
+
+
+class WrongRows(Exception):
+    """As a library has it."""
+
+
+class Checked(nn.Module):
+    """Checks what it is given, as strangers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, kind: str = "") -> Tensor:
+        if x.dim() != 2:
+            raise ValueError(f"expected [batch, features], got {list(x.shape)}")
+        assert x.shape[1] == 4, "four features"
+        if x.shape[0] > 8:
+            raise WrongRows(x.shape[0])
+        if kind == "training" and not self.training:
+            raise NotImplementedError("only in training")
+        if kind == "wrapped":
+            try:
+                return F.linear(x, self.layer.weight[:, :3])
+            except RuntimeError as error:
+                raise ValueError("wrapped") from error
+        if kind == "values" and x.sum().item() > 3.0:
+            x = x.flip(0) if x.sum().item() > 4.0 else x[: int(x.sum())]
+        out: Tensor = self.layer(x)
+        return out
+
+
+def _calls(plan: str) -> list[tuple[str, str, str]]:
+    """What each call raises of the plain model and of the compiled one, and whether the latter still trains."""
+    plain, found = Checked(), []
+    model = autoparallel.compile(Checked(), mesh_of(torch.distributed.get_world_size()), plan=plan)
+    for args in ((torch.rand(2, 3, 4),), (torch.rand(4, 5),), (torch.rand(10, 4),), (torch.rand(4, 4), "wrapped")):
+        errors: list[Exception] = []
+        for each in (plain, model):
+            with pytest.raises(Exception) as caught:
+                each(*args)
+            errors.append(caught.value)
+        expected, error = errors
+        found.append((repr(expected), repr(error)[:80], "".join(getattr(error, "__notes__", []))))
+        model(torch.rand(8, 4)).sum().backward()
+    return found
+
+
+def test_what_the_model_raises_is_what_comes_back() -> None:
+    for results in run_distributed(_calls, "fsdp", world_size=2, timeout=120.0):
+        for expected, error, notes in results[:3]:
+            assert expected == error
+            assert "raise " in notes or "assert " in notes
+        assert "CaptureError" in results[3][1]  # of an error of torch's, which may be that of a trace
+
+
+def test_a_mode_that_was_not_called_raises_nothing_of_its_own() -> None:
+    model = autoparallel.compile(Checked().eval())
+    with pytest.raises(NotImplementedError, match="only in training"):
+        model(torch.rand(4, 4), "training")
+    with pytest.raises(CaptureError, match="What to change"):
+        model(torch.rand(4, 4), "values")
