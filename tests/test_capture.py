@@ -486,4 +486,4 @@ def _share_after_a_call() -> list[str]:
 
 def test_two_buffers_that_are_made_one_are_not_taken_for_two() -> None:
     for error in run_distributed(_share_after_a_call, world_size=1)[0]:
-        assert "registered twice is changed in place" in error and "register it once" in error
+        assert "registered as total and as read is changed in place" in error and "register it once" in error

@@ -232,8 +232,9 @@ def explain_failure(error: Exception, model: nn.Module, in_loss: bool) -> str:
         text = "this draws from a torch.Generator of its own, whose numbers would be those of the trace in every call"
         advice = "leave out generator=, or draw outside of the model and pass the numbers in"
     elif "expected compiled_fn to be GraphModule" in text:  # of torch.export, for a tensor under two names
-        text = "a buffer that is registered twice is changed in place, which torch cannot trace"
-        advice = "register it once, and reach it through the module that has it"
+        names = " and as ".join(_registered_twice(model)) or "twice"
+        text = f"a buffer that is registered as {names} is changed in place, which torch cannot trace"
+        advice = "register it once, and reach it through the module that has it (keep that module, not its buffer)"
     elif "is mutated in the forward method" in text:
         text = "a tensor is changed in place that is reached otherwise than through the model, as by a hook's closure"
         advice = "register it as a buffer, and reach it through the module that the hook or the function is given"
@@ -289,6 +290,16 @@ def explain_failure(error: Exception, model: nn.Module, in_loss: bool) -> str:
         )
     first = text.splitlines()[0] if text else ""
     return f"{type(model).__name__} cannot be captured at {where}\n{kind}: {first}\nWhat to change: {advice}."
+
+
+def _registered_twice(model: nn.Module) -> list[str]:
+    """The names of the first buffer that several modules have, or one under several names."""
+    names: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                names.setdefault(id(buffer), []).append(f"{path}.{name}".lstrip("."))
+    return next((each for each in names.values() if len(each) > 1), [])
 
 
 def uncopied(model: nn.Module, memo: Mapping[int, Any]) -> str:

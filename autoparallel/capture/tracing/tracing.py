@@ -243,6 +243,20 @@ def _answer(ask: Callable[[], bool]) -> bool:
     return trace.as_compiled
 
 
+def _named_buffers(
+    self: torch.nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of a module that a model holds under two names once: ``torch.export`` takes them for two that share memory,
+    and traces no change of them, such as that of a batch norm."""
+    by_torch = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch"
+    if listening() is None or not by_torch or remove_duplicate or not recurse:
+        yield from _NAMED_BUFFERS(self, prefix, recurse, remove_duplicate)
+        return
+    for path, module in self.named_modules(prefix=prefix):
+        yield from _NAMED_BUFFERS(module, path, False, False)
+
+
+_NAMED_BUFFERS = torch.nn.Module.named_buffers
 _ASKED: tuple[Any, ...] = (torch.compiler.is_compiling, torch.compiler.is_exporting)
 _VALIDATE_DEVICE = getattr(*_torch.export.VALIDATE_DEVICE)
 _TO = torch.nn.Module.to
@@ -273,6 +287,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *SEEDS,
     *VALUES_READ,
     (*_torch.export.VALIDATE_DEVICE, _validate_device),
+    (torch.nn.Module, "named_buffers", _named_buffers),
     (torch.nn.Module, "to", _to),
     (torch._C.ScriptFunction, "__call__", _call_script),
     (torch.Tensor, "__getattr__", _attribute),

@@ -358,3 +358,39 @@ class AttentionOfAModuleOnOneKernel(nn.Module):
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             h, _ = self.attention(x, x, x, need_weights=False)
         return h + self.attention(x, x, x, need_weights=False)[0]
+
+
+@program(ranks=True)
+class BatchNormUnderTwoNames(nn.Module):
+    """One norm for two layers, and in a list beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.layers = nn.Sequential(nn.Linear(8, 8), self.norm, nn.Tanh(), nn.Linear(8, 8), self.norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(self.norm(x))
+        return out
+
+
+class Counter(nn.Module):
+    """Shares a buffer with another module."""
+
+    def __init__(self, total: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("seen", total)
+
+
+@program(refused="register it once", line=False)
+class BufferUnderTwoNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("total", torch.zeros(8))
+        self.counter = Counter(self.total)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total.add_(x.detach().mean(0))
+        out: Tensor = self.layer(x) + self.counter.seen
+        return out
