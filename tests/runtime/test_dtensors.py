@@ -27,6 +27,8 @@ def _draw(model: nn.Module) -> Tensor:
         nn.init.xavier_uniform_(p) if p.dim() > 1 else nn.init.normal_(p, generator=generator)
         if "up" in name:
             p.data += 0.1 * torch.randn_like(p.data) + F.dropout(p.data, 0.5)
+        elif p.dim() > 1:
+            nn.init.trunc_normal_(p, std=0.7, a=-0.5, b=0.5)  # drawn again until all are within
     return torch.rand(1)
 
 
@@ -250,3 +252,19 @@ def test_lists_that_hold_plain_tensors_too() -> None:
 def test_a_plain_tensor_is_copied_to_a_parameter(axis: str) -> None:
     for found in run_on_ranks(_copy_plain, axis, world_size=2):
         assert found == dict.fromkeys(("plain", "copied", "replicated", "a number", "loaded"), 0.0)
+
+
+def _fill_diagonal(axis: str) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    model = autoparallel.compile(Net().double(), mesh, loss_fn=F.mse_loss, plan="auto" if axis == "pp" else "fsdp")
+    model(*batch(1)).backward()
+    weight = model.get_parameter("up.weight")
+    with torch.no_grad():
+        weight.diagonal().fill_(0)
+        return raised(lambda: weight.fill_diagonal_(0))
+
+
+@pytest.mark.parametrize("axis", ["dp", "pp"])
+def test_a_diagonal_is_filled_through_its_view_alone(axis: str) -> None:
+    for message in run_on_ranks(_fill_diagonal, axis, world_size=2):
+        assert "fill_diagonal_" in message and "What to change: p.diagonal().fill_(0)" in message

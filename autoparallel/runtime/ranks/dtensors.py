@@ -54,10 +54,12 @@ def handle_operators(device: str) -> None:
         drawn = [*_torch.dtensor.random_operators(), *_torch.dtensor.operators_of(_FILLED)]
         _torch.dtensor.handle_operators(drawn, draw_whole)
         _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_SAMPLED), sample_whole)
+        setattr(*_torch.nn.TRUNCATED_NORMAL, truncated_normal)
     _torch.dtensor.handle_operators([torch.ops.aten._local_scalar_dense.default], whole_number)
     watch_positions()
     _torch.dtensor.handle_operators((_ATEN.eye.out, _ATEN.eye.m_out), fill_whole)
     _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_TURNED), refuse_turning)
+    watch_strides()
     _torch.dtensor.handle_operators(_torch.dtensor.list_operators(), on_lists)
     _torch.dtensor.handle_operators([_ATEN.stack.default], on_stack)
     _torch.dtensor.handle_operators([_ATEN.cat.default], on_cat)
@@ -130,6 +132,44 @@ def fill_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     whole = operator(*args, **{**kwargs, "out": local.new_empty(out.shape)})
     local.copy_(part_like(whole, out))
     return out
+
+
+def truncated_normal(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``nn.init.trunc_normal_``, which draws until all values are within bounds: on the ranks of another stage nothing
+    tells it so, and it must draw there as often."""
+    if not isinstance(tensor, DTensor):
+        return _TRUNCATED_NORMAL(tensor, *args, **kwargs)
+    with torch.no_grad():
+        drawn: Tensor = draw_whole(_TRUNCATED_NORMAL, (tensor, *args), kwargs)
+        return drawn
+
+
+_TRUNCATED_NORMAL: Any = getattr(*_torch.nn.TRUNCATED_NORMAL)
+
+
+@cache
+def watch_strides() -> None:
+    """Has the refusal of strides say what to write instead."""
+    _torch.dtensor.handle_first([_ATEN.as_strided.default], take_strides)
+
+
+def take_strides(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What torch makes of strides that are the tensor's own.
+
+    Raises:
+        RuntimeError: for others, which are those of a rank's part.
+    """
+    try:
+        if earlier is not None:
+            return earlier(operator, args, kwargs)
+        with _torch.dtensor.leave_to_torch(operator):
+            return operator(*args, **kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        raise RuntimeError(
+            f"{operator} reads or writes a DTensor through strides, as p.fill_diagonal_(0) does\n"
+            "What to change: p.diagonal().fill_(0) for a diagonal, slices and views for other strides, or do it whole "
+            "(with model.whole() as plain: plain.layer.weight.fill_diagonal_(0))."
+        ) from error
 
 
 def refuse_turning(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
