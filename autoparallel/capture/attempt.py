@@ -420,8 +420,10 @@ class Attempt:
                     raise
                 # It speaks of sizes, not of symbols.
                 same_mode = self.training is None or self.training == self.model.training
-                own = failed if same_mode and not asks and is_raised_by_model(failed) else None
-                raise FailsUntraced(explain_failure(failed, whole.model, whole.findings.has_outputs), own) from failed
+                raised = failed if same_mode and not asks and is_raised_by_model(failed) else None
+                raise FailsUntraced(
+                    explain_failure(failed, whole.model, whole.findings.has_outputs), raised
+                ) from failed
         states = whole.recorder.state(), reads.state(), self.closures.state(), self._attributes.state()
         for state in (*states, read_of_loss(self.loss_fn)):
             captured.state.merge(state)

@@ -89,8 +89,8 @@ def _capture(
     assert failed is not None  # the last attempt has no symbols that could differ from the call
     if failed.__cause__ is not None:
         text = f"{failed}\n{_arguments(model, specs, in_spec, options)}"
-        own = failed.own if isinstance(failed, FailsUntraced) else None
-        raise (CaptureError(text) if own is None else FailsUntraced(text, own)) from failed.__cause__
+        raised = failed.raised_by_model if isinstance(failed, FailsUntraced) else None
+        raise (CaptureError(text) if raised is None else FailsUntraced(text, raised)) from failed.__cause__
     raise failed
 
 

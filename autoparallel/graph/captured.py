@@ -29,13 +29,13 @@ class FailsUntraced(CaptureError):
     """The model fails in the same line without a trace, where no size is open.
 
     Attributes:
-        own: what the model itself raises (``raise ValueError(...)``), as the plain one does for the same call; None
+        raised_by_model: what the model itself raises (``raise ValueError(...)``), as the plain one does for the same call; None
             where that is not known.
     """
 
-    def __init__(self, text: str, own: Exception | None) -> None:
+    def __init__(self, text: str, raised_by_model: Exception | None) -> None:
         super().__init__(text)
-        self.own = own
+        self.raised_by_model = raised_by_model
 
 
 def refusal(what: str, line: str, cure: str) -> CaptureError:

@@ -262,10 +262,10 @@ class Kinds:
                 try:
                     kind = self.maker.make_kind(call, trace)
                 except FailsUntraced as error:
-                    if error.own is None:
+                    if error.raised_by_model is None:
                         raise
-                    error.own.add_note(f"Raised by the model itself, before anything was computed: {error}")
-                    raise error.own from None
+                    error.raised_by_model.add_note(f"Raised by the model itself, before anything was computed: {error}")
+                    raise error.raised_by_model from None
             self._add(kind, key, call, "planned" if trace is not None else "captured and planned", why, started)
         kind.runner.require_fits(call)
         self._ready[keyed.sized] = kind
