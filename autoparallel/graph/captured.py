@@ -29,8 +29,8 @@ class FailsUntraced(CaptureError):
     """The model fails in the same line without a trace, where no size is open.
 
     Attributes:
-        raised_by_model: what the model itself raises (``raise ValueError(...)``), as the plain one does for the same call; None
-            where that is not known.
+        raised_by_model: what the model itself raises (``raise ValueError(...)``), as the plain one does for the same
+            call; None where that is not known.
     """
 
     def __init__(self, text: str, raised_by_model: Exception | None) -> None:
