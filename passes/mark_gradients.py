@@ -50,7 +50,8 @@ def flows(node: fx.Node) -> bool:
 
 def is_continuous(node: fx.Node) -> bool:
     """Whether the dtype of a node's value, or of one of several, lets it be differentiated."""
-    values = pytree.tree_leaves(node.meta.get("val"))
+    value = node.meta.get("val")
+    values = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
     return any(isinstance(v, torch.Tensor) and may_have_gradient(v) for v in values)
 
 

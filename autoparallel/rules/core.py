@@ -12,8 +12,9 @@ Notation: operands are separated by ``,``; dims by spaces; ``(h d)`` is a dim co
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import fx
@@ -90,6 +91,12 @@ class Rule:
             return " ".join("1" if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in tensor)
 
         return f"{', '.join(show(o) for o in self.operands)} -> {show(self.result)}"
+
+    @cached_property
+    def typed_by(self) -> Hashable:
+        """All that ``rules.typing`` reads of it: rules in which that is the same may be sharded in the same ways."""
+        reductions = tuple(self.reductions.items())
+        return self.operands, self.result, reductions, self.linear, self.additive, self.blocked, self.exchange
 
     def factors(self) -> list[str]:
         """All factors that may be sharded, in order of appearance."""

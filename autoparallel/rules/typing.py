@@ -17,7 +17,7 @@ written Invariant.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoparallel.placements import Invariant, Partial, Placement, Replicate, Shard
@@ -35,36 +35,29 @@ class Typed:
 
 
 def typed_modes(
-    rule: Rule | None,
-    operand_count: int,
-    differentiable: Sequence[bool],
-    result_differentiable: bool,
-    own_backward: bool,
-    factors: Collection[str] | None,
+    rule: Rule | None, differentiable: Sequence[bool], result_differentiable: bool, own_backward: bool
 ) -> list[Typed]:
     """Every way to run an operator on one mesh axis.
 
     Args:
         rule: the operator's factors, or None for an operator that can only be replicated.
-        operand_count: the number of tensor operands.
-        differentiable: for each operand, whether a gradient flows to it through this operator.
+        differentiable: for each tensor operand, whether a gradient flows to it through this operator.
         result_differentiable: whether a gradient flows into the result.
         own_backward: whether the backward is the user's, which may be given no summand of a gradient.
-        factors: those whose shards are asked for; None for all.
     """
     whole = tuple(Replicate if d else Invariant for d in differentiable)
-    modes = [Typed(INVARIANT_MODE, (Invariant,) * operand_count, Invariant)]
+    modes = [Typed(INVARIANT_MODE, (Invariant,) * len(differentiable), Invariant)]
     if result_differentiable and not own_backward:
         modes.append(Typed(REPLICATE_MODE, whole, Replicate))
     if rule is not None:
-        modes.extend(_sharding_ways(rule, whole, [f for f in rule.factors() if factors is None or f in factors]))
+        modes.extend(_sharding_ways(rule, whole))
         modes.extend(_exchange_ways(rule, whole))
         modes.extend(_partial(rule, whole))
     return modes
 
 
-def _sharding_ways(rule: Rule, whole: tuple[Placement, ...], factors: Iterable[str]) -> Iterator[Typed]:
-    for factor in factors:
+def _sharding_ways(rule: Rule, whole: tuple[Placement, ...]) -> Iterator[Typed]:
+    for factor in rule.factors():
         result_dim = rule.dim_of(rule.result, factor)
         operand_dims = [rule.dim_of(operand, factor) for operand in rule.operands]
         if result_dim == -1 or -1 in operand_dims:

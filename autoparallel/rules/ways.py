@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from torch import fx
@@ -18,7 +20,7 @@ from autoparallel.rules.registry import rule_for
 from autoparallel.rules.typing import Typed, typed_modes
 
 
-def typed_call(node: fx.Node, modes: Sequence[Mode]) -> tuple[list[Layout], Layout]:
+def typed_call(node: fx.Node, modes: Sequence[Mode]) -> tuple[Sequence[Layout], Layout]:
     """The layouts of a call's operands and result when it runs as ``modes`` says on each axis.
 
     Raises:
@@ -59,15 +61,11 @@ def local_call(
     return call
 
 
-def _typed_call(node: fx.Node, rule: Rule | None, modes: Sequence[Mode]) -> tuple[list[Layout], Layout]:
-    ways = {typed.mode: typed for typed in _modes(node, rule, {mode.factor for mode in modes})}
-    for mode in modes:
-        if mode not in ways:
-            raise ValueError(f"{node.meta.get('key', node.name)} cannot run as {mode}")
-    chosen = [ways[mode] for mode in modes]
-    count = len(tensor_operands(node))
-    operands = [tuple(t.operands[i] for t in chosen) for i in range(count)]
-    return operands, tuple(t.result for t in chosen)
+def _typed_call(node: fx.Node, rule: Rule | None, modes: Sequence[Mode]) -> tuple[Sequence[Layout], Layout]:
+    try:
+        return _layouts(_kind_of(node, rule), tuple(modes))
+    except ValueError as error:
+        raise ValueError(f"{node.meta.get('key', node.name)} {error}") from None
 
 
 def operand_fits(
@@ -80,19 +78,48 @@ def operand_fits(
     return divides(shape, layout, axis_sizes) and reaches_all(shape, layout, axis_sizes)
 
 
-def call_modes(node: fx.Node) -> list[Typed]:
+def call_modes(node: fx.Node) -> Sequence[Typed]:
     """Every way in which a call may run on one mesh axis."""
-    return _modes(node, rule_for(node))
+    return tuple(_ways(_kind_of(node, rule_for(node))).values())
 
 
-def _modes(node: fx.Node, rule: Rule | None, factors: Collection[str] | None = None) -> list[Typed]:
-    operands = tensor_operands(node)
-    flows = bool(node.meta["differentiable"])
-    return typed_modes(
-        rule,
-        len(operands),
-        [flows and bool(o.meta["differentiable"]) for o in operands],
-        flows,
-        has_own_backward(node.target),
-        factors,
-    )
+@dataclass(frozen=True)
+class _Kind:
+    """What the ways follow from in which a call may run: few calls of a model differ in it, so they are worked out once
+    for all that do not."""
+
+    factors: Hashable
+    differentiable: tuple[bool, ...]
+    result_differentiable: bool
+    own_backward: bool
+    rule: Rule | None = field(compare=False)
+
+
+def _kind_of(node: fx.Node, rule: Rule | None) -> _Kind:
+    operands, flows = tensor_operands(node), bool(node.meta["differentiable"])
+    differentiable = tuple([flows and bool(o.meta["differentiable"]) for o in operands])
+    factors = None if rule is None else rule.typed_by
+    return _Kind(factors, differentiable, flows, has_own_backward(node.target), rule)
+
+
+@lru_cache(maxsize=1 << 12)
+def _ways(kind: _Kind) -> Mapping[Mode, Typed]:
+    """Every way in which calls of a kind may run on one mesh axis, by its mode."""
+    modes = typed_modes(kind.rule, kind.differentiable, kind.result_differentiable, kind.own_backward)
+    return {typed.mode: typed for typed in modes}
+
+
+@lru_cache(maxsize=1 << 14)
+def _layouts(kind: _Kind, modes: tuple[Mode, ...]) -> tuple[tuple[Layout, ...], Layout]:
+    """The layouts of the operands and of the result of calls of a kind that run as ``modes`` says on each axis.
+
+    Raises:
+        ValueError: when they cannot run so.
+    """
+    ways = _ways(kind)
+    for mode in modes:
+        if mode not in ways:
+            raise ValueError(f"cannot run as {mode}")
+    chosen = [ways[mode] for mode in modes]
+    operands = tuple([tuple([t.operands[i] for t in chosen]) for i in range(len(kind.differentiable))])
+    return operands, tuple([t.result for t in chosen])
