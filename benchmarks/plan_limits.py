@@ -32,6 +32,7 @@ from autoparallel.comm.world import PIPELINE_AXIS, Axes
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
+from autoparallel.graph.garbage import FEW, collected_rarely
 from autoparallel.hardware import PROFILES
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.candidates import Outcome
@@ -193,10 +194,10 @@ def measure(row: Row) -> dict[str, Any]:
     request = Request(mesh, profile, precision=policy, memory_limit=limit, loss_chunks=row.chunks).on(mesh)
     call = call_of((), inputs)
     captured = Planner(model.train(), request).capture(call)
-    gc.freeze()  # garbage is looked for as while the command plans
+    gc.freeze()
     start = time.process_time()
     try:
-        with UNSHOWN.phase("search"):
+        with UNSHOWN.phase("search"), collected_rarely(FEW):  # garbage is looked for as while the command plans
             if isinstance(row.mesh, int):
                 search = MeshSearch(request, captured, call, row.mesh)
                 mesh = search.choose().mesh
