@@ -20,7 +20,9 @@ def most_even(costs: Sequence[Array]) -> list[int] | None:
     slowest, _ = _fewest(costs, np.maximum)
     if not np.isfinite(slowest):
         return None
-    return _fewest([np.where(cost <= slowest * (1 + 1e-9), cost**2, np.inf) for cost in costs], np.add)[1]
+    tables = {id(cost): cost for cost in costs}  # stages that cost the same share theirs
+    squares = {key: np.where(cost <= slowest * (1 + 1e-9), cost**2, np.inf) for key, cost in tables.items()}
+    return _fewest([squares[id(cost)] for cost in costs], np.add)[1]
 
 
 def _fewest(costs: Sequence[Array], combine: np.ufunc) -> tuple[float, list[int]]:

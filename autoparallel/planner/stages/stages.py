@@ -304,21 +304,25 @@ class StagePlanner:
         passing = np.where((places > 0) & (places < len(rows.nodes)), 2 * rows.crossing[places], 0.0)
 
         def costs(limit: float) -> list[Array]:
-            """What each stage costs from each place to each, in a part of its rank's memory."""
+            """What each stage costs from each place to each, in a part of its rank's memory; stages that cost the same
+            have one table."""
             by_flight: dict[float, Array] = {}  # by how many microbatches are in flight
-            tables = []
+            tables: dict[tuple[float, bool, bool], Array] = {}
+            each = []
             for stage in range(stages):
                 # Stages of a rank share its memory: each has as much of it as if they were equal.
                 held = float(np.mean([flight[s] for s in range(stages) if ranks[s] == ranks[stage]]))
-                if held not in by_flight:
-                    by_flight[held] = spans + _seconds_within(points, limit, held, stages // self.ranks)
-                cost = by_flight[held]
-                if stage and ranks[stage - 1] != ranks[stage]:
-                    cost = cost + passing[:, None]
-                if stage < stages - 1 and ranks[stage + 1] != ranks[stage]:
-                    cost = cost + passing[None, :]
-                tables.append(cost)
-            return tables
+                held = held if limit < math.inf else 0.0  # nothing runs again, whatever is in flight
+                enters = stage > 0 and ranks[stage - 1] != ranks[stage]
+                leaves = stage < stages - 1 and ranks[stage + 1] != ranks[stage]
+                if (held, enters, leaves) not in tables:
+                    if held not in by_flight:
+                        by_flight[held] = spans + _seconds_within(points, limit, held, stages // self.ranks)
+                    cost = by_flight[held]
+                    cost = cost + passing[:, None] if enters else cost
+                    tables[held, enters, leaves] = cost + passing[None, :] if leaves else cost
+                each.append(tables[held, enters, leaves])
+            return each
 
         cuts = most_even(costs(math.inf))
         if cuts is None:
@@ -455,6 +459,8 @@ def _seconds_within(points: Sequence[_Point], limit: float, held: float, stages:
         held: the microbatches in flight.
         stages: of its rank, which share it; the backward of one runs at a time.
     """
+    if limit == math.inf:
+        return points[0].seconds
     fastest = np.full_like(points[0].seconds, np.inf)
     before: tuple[Array, Array] | None = None
     for point in points:
