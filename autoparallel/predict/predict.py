@@ -22,11 +22,14 @@ from autoparallel.rules.calls import is_tensor
 BROUGHT = "optimizer states that are on the device for their update"
 
 
-def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
+def predict(program: LocalProgram, plan: Plan, profile: Profile, *, parts: bool = True) -> Prediction:
     """What a step of the program costs, by running it without values (see ``predict.dry_run``).
 
     Where a call runs in microbatches, the program is that of one of them; their gradients are added up apart, and
     reduced when all of them have run, once, with nothing left to hide behind.
+
+    Args:
+        parts: whether it is told of modules, too, and of other times of reducing, which comparing plans needs not.
     """
     run = dry_run(program, plan, profile)
     several = plan.microbatches > 1
@@ -65,9 +68,9 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
             **{what: size for what, size in memory.items() if size},
             ACCUMULATORS: accumulators,
         },
-        reductions=total_costs(program.buckets, sizes, profile),
+        reductions=total_costs(program.buckets, sizes, profile) if parts else {},
         regathered=len(run.regathered),
-        modules=_modules(program, plan),
+        modules=_modules(program, plan) if parts else (),
         profile=profile.name,
         optimizer=profile.optimizer.name,
         host_memory=sum(x.host for x in resting),

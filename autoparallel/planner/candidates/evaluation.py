@@ -277,7 +277,7 @@ class Evaluator:
             forecast = (
                 None
                 if exactly
-                else extrapolated(graph, plan, lambda *about: self.predict_program(*about)[1], self._short)
+                else extrapolated(graph, plan, lambda *about: self.predict_program(*about, parts=False)[1], self._short)
             )
             if forecast is None and not exactly:
                 forecast = self.forecast(plan, exactly=True)
@@ -309,10 +309,11 @@ class Evaluator:
             (first if is_chosen else tried).append(plan.tried(seconds, memory))
         return frontier_of([*first, *tried], self.request.memory_limit) if tried or first else None
 
-    def predict_program(self, graph: Captured, plan: Plan) -> tuple[LocalProgram, Prediction]:
-        """The program that a plan makes of a graph, which is used up, unchecked, and what it is predicted to cost."""
+    def predict_program(self, graph: Captured, plan: Plan, *, parts: bool = True) -> tuple[LocalProgram, Prediction]:
+        """The program that a plan makes of a graph, which is used up, unchecked, and what it is predicted to cost;
+        ``parts`` as ``predict`` takes it."""
         program = build(self.request, graph, plan, self.call, "mesh0", checked=False).programs[0]
-        return program, predict(program, plan, self.request.profile)
+        return program, predict(program, plan, self.request.profile, parts=parts)
 
 
 def _reduction(parameter: ParameterPlan) -> str:
