@@ -161,6 +161,7 @@ def _around() -> dict[str, Any]:
     return {**results, "asked": asked.get_seq_length() == tokens.shape[1], "unasked": unasked is None}
 
 
+@pytest.mark.wide
 def test_a_cache_in_a_users_model_and_one_that_is_asked_for() -> None:
     """A cache that the model reads itself is there; one that it returns is left out, unless the call asked for it."""
     (results,) = run_distributed(_around, world_size=1)

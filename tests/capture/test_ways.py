@@ -98,6 +98,7 @@ class Encoder(nn.Module):
         return h.square().mean()
 
 
+@pytest.mark.wide
 def test_layers_of_transformers_ask() -> None:
     graph = captured(Encoder(), torch.randn(8, 4, 8)).graph
     ways = [[operators(module.graph) for module in inner_graphs(node.target)] for node in choices(graph)]
