@@ -39,10 +39,10 @@ def mark_batch_behind_time(captured: Captured) -> bool:
     """
     leaves = {node: captured.inputs.index(node.name) for node in captured.input_nodes if node.meta["val"].ndim}
     first = next(iter(leaves), None)
-    if first is None or first.meta["val"].ndim < 2:
+    layers = captured.graph.find_nodes(op="call_function", target=recurrent)
+    if not layers or first is None or first.meta["val"].ndim < 2:
         return False
     times, rows = (_follow(captured.graph, {first: {dim}})[0] for dim in (0, 1))
-    layers = captured.graph.find_nodes(op="call_function", target=recurrent)
     layer = next((x for x in layers if _reads(x, times, rows)), None)
     if layer is None:
         return False

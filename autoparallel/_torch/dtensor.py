@@ -141,6 +141,14 @@ def handle_operators(operators: Iterable[Any], handler: Callable[..., Any]) -> N
         handlers.setdefault(operator, handler)
 
 
+def carry_out(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """What ``earlier`` makes of an operator on ``DTensor``s, if there is one (see ``handle_first``), or else torch."""
+    if earlier is not None:
+        return earlier(operator, args, kwargs)
+    with leave_to_torch(operator):
+        return operator(*args, **kwargs)
+
+
 def handle_first(operators: Iterable[Any], handler: Callable[..., Any]) -> None:
     """Has ``handler(earlier, operator, args, kwargs)`` compute what operators make of ``DTensor``s; ``earlier`` is what
     did before, if another has been made to."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -181,6 +182,18 @@ def graph_of_trace() -> fx.Graph | None:
     """The graph that is being traced on this thread."""
     mode = get_proxy_mode()
     return None if mode is None else mode.tracer.graph
+
+
+def place_in_trace() -> tuple[fx.Graph | None, int]:
+    """How far the trace on this thread has come."""
+    graph = graph_of_trace()
+    return graph, 0 if graph is None else len(graph.nodes)
+
+
+def nodes_since(place: tuple[fx.Graph | None, int]) -> Iterator[fx.Node]:
+    """What a trace has recorded since it came to a place, the last first."""
+    graph, before = place
+    return iter(()) if graph is None else itertools.islice(reversed(graph.nodes), len(graph.nodes) - before)
 
 
 def is_composite(operator: torch._ops.OpOverload) -> bool:

@@ -90,7 +90,7 @@ pack_padded_sequence = torch._pack_padded_sequence
 IS_CAUSAL_MASK = (transformer, "_detect_is_causal_mask")
 """Where ``nn.TransformerEncoder`` and ``Decoder`` look up what compares a mask's values with those of a causal one."""
 
-__all__ = ["BackwardHook", "BatchNorm", "modules", "pack_padded_sequence"]  # torch's own, handed on
-
 TRUNCATED_NORMAL = (torch.nn.init, "_no_grad_trunc_normal_")
 """What ``torch.nn.init.trunc_normal_`` calls."""
+
+__all__ = ["BackwardHook", "BatchNorm", "modules", "pack_padded_sequence"]  # torch's own, handed on

@@ -23,7 +23,7 @@ def layer_of(node: fx.Node) -> str | None:
 
 def mark_checkpointed(node: fx.Node) -> None:
     """Marks a call that the model makes in a region of ``torch.utils.checkpoint``, as decomposing it keeps."""
-    node.meta["custom"] = {**node.meta.get("custom", {}), "checkpointed": True}
+    _mark(node, "checkpointed", True)
 
 
 def is_checkpointed(node: fx.Node) -> bool:
@@ -33,13 +33,17 @@ def is_checkpointed(node: fx.Node) -> bool:
 
 def mark_kernels(node: fx.Node, kernels: tuple[str, ...]) -> None:
     """Marks a call with the names of the kernels that the model lets it run on, as decomposing it keeps."""
-    node.meta["custom"] = {**node.meta.get("custom", {}), "kernels": kernels}
+    _mark(node, "kernels", kernels)
 
 
 def kernels_of(node: fx.Node) -> tuple[str, ...] | None:
     """The names of the kernels that a call may run on; None where the model does not say."""
     kernels: tuple[str, ...] | None = node.meta.get("custom", {}).get("kernels")
     return kernels
+
+
+def _mark(node: fx.Node, name: str, value: object) -> None:
+    node.meta["custom"] = {**node.meta.get("custom", {}), name: value}
 
 
 def draw_of(node: fx.Node) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import move_to_cpu
@@ -16,8 +17,11 @@ _CPU = torch.device("cpu")
 def forget_devices(captured: Captured) -> None:
     """Has a captured graph create its tensors on the CPU, where its fakes are then, too, in place."""
     set_device(captured.module, _CPU)
-    for node in captured.graph.nodes:
-        for graph in (module.graph for module in inner_graphs(node.target)):
-            for inner in graph.nodes:
-                pytree.tree_map_(move_to_cpu, inner.meta.get("val"))
+    _move_fakes(captured.graph)
+
+
+def _move_fakes(graph: fx.Graph) -> None:
+    for node in graph.nodes:
         pytree.tree_map_(move_to_cpu, node.meta.get("val"))
+        for module in inner_graphs(node.target):
+            _move_fakes(module.graph)

@@ -7,7 +7,6 @@ under the same setting.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
 import torch
@@ -19,12 +18,9 @@ from autoparallel.graph.layers import mark_kernels
 
 
 def _attend(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    kernels, graph = _torch.nn.attention_kernels(), _torch.export.graph_of_trace()
-    if graph is None or kernels == trace.kernels:
-        return func(*args, **kwargs)
-    before = len(graph.nodes)
+    kernels, place = _torch.nn.attention_kernels(), _torch.export.place_in_trace()
     result = func(*args, **kwargs)
-    for node in islice(reversed(graph.nodes), len(graph.nodes) - before):
+    for node in _torch.export.nodes_since(place) if kernels != trace.kernels else ():
         if node.target is torch.ops.aten.scaled_dot_product_attention.default:
             mark_kernels(node, kernels)
     return result

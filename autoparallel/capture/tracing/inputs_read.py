@@ -114,7 +114,7 @@ class InputsRead:
         self._steps += 1
         for place, tensor in enumerate([first] if writes else pytree.tree_leaves(result)):
             # What a cast of autocast makes of it is not followed.
-            cast = _torch.export.autocasts() and isinstance(tensor, Tensor) and tensor.is_floating_point()
+            cast = isinstance(tensor, Tensor) and tensor.is_floating_point() and _torch.export.autocasts()
             if isinstance(tensor, Tensor) and (writes or tensor is not first) and not cast:
                 self._note(tensor, Result(step, place))
         return result

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -160,13 +159,11 @@ class Trace:
 
     def begin_region(self) -> None:
         """A region of ``torch.utils.checkpoint`` begins."""
-        graph = _torch.export.graph_of_trace()
-        self._regions.append((graph, 0 if graph is None else len(graph.nodes)))
+        self._regions.append(_torch.export.place_in_trace())
 
     def end_region(self) -> None:
         """The region that has begun last ends; its calls are marked."""
-        graph, before = self._regions.pop()
-        for node in islice(reversed(graph.nodes), len(graph.nodes) - before) if graph is not None else ():
+        for node in _torch.export.nodes_since(self._regions.pop()):
             mark_checkpointed(node)
 
     @contextmanager

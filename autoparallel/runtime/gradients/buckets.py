@@ -123,7 +123,9 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         bucket: ParameterBucket = ctx.bucket
-        shared = _torch.autograd.held_by_others(grads)  # before there are other lists of them
+        chains = bucket.bucket.chains
+        # Counted before there are other lists of them; what a collective makes is nobody else's.
+        shared = set[int]() if chains[0].sync else _torch.autograd.held_by_others(grads)
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"create_graph=True is not supported for gradients of parameters, such as "
@@ -132,7 +134,6 @@ class _Unshard(torch.autograd.Function):
                 "plain model."
             )
         bucket.store.begin_backward()
-        chains = bucket.bucket.chains
         uses = len(chains[0].uses)
         rows = [grads[i : i + uses] for i in range(0, len(grads), uses)]
         return None, *bucket.store.receive(chains, rows, _torch.autograd.accumulated(ctx, len(chains)), shared)

@@ -39,7 +39,7 @@ class LentParameters(GradientStore):
         return ()
 
     def receive(
-        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool], shared: Collection[int] = ()
+        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool], shared: Collection[int]
     ) -> list[torch.Tensor | None]:
         """Hands autograd the complete gradients of a bucket's parameters; None for those that were not reached."""
         rows = reached(chains, grads)

@@ -84,7 +84,7 @@ class StageGradients(GradientStore):
         self._without = without
 
     def receive(
-        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool], shared: Collection[int] = ()
+        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool], shared: Collection[int]
     ) -> list[torch.Tensor | None]:
         """Adds one microbatch's gradients to the sums, at once or when they are reduced; autograd is handed nothing."""
         rows = reached(chains, grads, accumulated)

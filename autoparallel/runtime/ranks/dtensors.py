@@ -160,10 +160,7 @@ def take_strides(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mappi
         RuntimeError: for others, which are those of a rank's part.
     """
     try:
-        if earlier is not None:
-            return earlier(operator, args, kwargs)
-        with _torch.dtensor.leave_to_torch(operator):
-            return operator(*args, **kwargs)
+        return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
     except (RuntimeError, NotImplementedError) as error:
         raise RuntimeError(
             f"{operator} reads or writes a DTensor through strides, as p.fill_diagonal_(0) does\n"
@@ -194,10 +191,7 @@ def add_to_summand(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Map
     first, *rest = args
     if rest and isinstance(first, DTensor) and isinstance(rest[0], DTensor):
         args = (first, _as_summand(rest[0], first), *rest[1:])
-    if earlier is not None:
-        return earlier(operator, args, kwargs)
-    with _torch.dtensor.leave_to_torch(operator):
-        return operator(*args, **kwargs)
+    return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
 
 
 def _as_summand(value: DTensor, summand: DTensor) -> DTensor:

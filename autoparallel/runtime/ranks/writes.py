@@ -103,10 +103,7 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
     origin = getattr(target, _ORIGIN, None)
     if origin is None and not (operator.overloadpacket.__name__ in _INDEXED and _can_gather(target)):
         try:
-            if earlier is not None:
-                return earlier(operator, args, kwargs)
-            with _torch.dtensor.leave_to_torch(operator):
-                return operator(*args, **kwargs)
+            return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             if not isinstance(target, DTensor):
                 raise RuntimeError(

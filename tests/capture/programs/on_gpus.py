@@ -134,7 +134,6 @@ class OnAStream(Two):
 
 class _Attention(nn.Module):
     dtype = torch.bfloat16
-    backend: SDPBackend | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,11 +152,17 @@ class FlashAttention(_Attention):
     pass
 
 
-@program(device="cuda", batch=_wide)
-class FlashAttentionChosen(_Attention):
+class _AttentionOnOneKernel(_Attention):
+    backend: SDPBackend
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        with sdpa_kernel(self.backend):
+            return super().attend(q, k, v)
+
+
+@program(device="cuda", batch=_wide)
+class FlashAttentionChosen(_AttentionOnOneKernel):
+    backend = SDPBackend.FLASH_ATTENTION
 
 
 @program(device="cuda", batch=_wide)
@@ -171,10 +176,8 @@ class EfficientAttention(_Attention):
 
 
 @program(device="cuda", batch=_wide)
-class CudnnAttention(_Attention):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+class CudnnAttention(_AttentionOnOneKernel):
+    backend = SDPBackend.CUDNN_ATTENTION
 
 
 @program(device="cuda", batch=_wide)
