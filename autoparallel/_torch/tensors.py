@@ -121,6 +121,11 @@ storage_mark: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: igno
 """A number of a tensor's storage, which no other has while there is a reference to that, a weak one at least."""
 
 
+def count_references(tensor: torch.Tensor) -> int:
+    """How many refer to a tensor's storage: at least the tensors that lie in it, itself among them."""
+    return int(torch._C._storage_Use_Count(storage_mark(tensor)))
+
+
 def storage_marks(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Numbers of the storages of tensors; a ``DTensor``'s own has no memory to compare."""
     return list(map(storage_mark, tensors))
