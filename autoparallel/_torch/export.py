@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import logging
@@ -15,6 +16,7 @@ import torch
 from torch import fx, nn
 from torch._decomp import decompositions
 from torch._dispatch.python import enable_python_dispatcher
+from torch._export import utils as _export_utils
 from torch._functorch.autograd_function import autograd_function_apply as function_apply
 from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
@@ -296,6 +298,12 @@ MODULES_THEMSELVES: tuple[Any, str, Any] = (
 )  # fmt: skip
 """What has torch not put proxies in the place of submodules, by the way to each, as soon as one has two names: a model
 would find that its modules are others than those among ``self.modules()``."""
+
+OPERATORS_LISTED_ONCE: tuple[Any, str, Any] = (
+    _export_utils, "_materialize_cpp_cia_ops", functools.cache(_export_utils._materialize_cpp_cia_ops)
+)  # fmt: skip
+"""What has torch look up all composed operators in its dispatcher once, not for every namespace of every graph that it
+decomposes; those that a graph calls have been looked up by then."""
 
 __all__ = [  # torch's own, handed on
     "ShapeEnv", "SymNode", "decompositions", "enable_python_dispatcher", "free_unbacked_symbols", "function_apply",

@@ -47,6 +47,18 @@ def collected_rarely(objects: int) -> Iterator[None]:
         _ASKED.change(_ASKED.objects.remove, objects)
 
 
+@contextmanager
+def frozen_inside() -> Iterator[None]:
+    """What is left out for ever inside (``gc.freeze``) is looked at again afterwards, unless the user had left out some
+    before."""
+    had = gc.get_freeze_count()
+    try:
+        yield
+    finally:
+        if not had:
+            gc.unfreeze()
+
+
 def count_as_old() -> None:
     """Has Python look at the objects that there are when it next looks at all, not now that there are many new ones;
     where the user has some of them left out for ever, nothing changes."""

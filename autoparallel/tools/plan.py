@@ -18,7 +18,7 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
-from autoparallel.graph.garbage import FEW, collected_rarely
+from autoparallel.graph.garbage import FEW, collected_rarely, frozen_inside
 from autoparallel.hardware import PROFILES
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.evaluation import Evaluator
@@ -134,6 +134,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 @collected_rarely(FEW)
+@frozen_inside()
 def _answer(options: argparse.Namespace, cache: PlanCache | None) -> Answer:
     """What is to be printed and written."""
     source, request, call, mesh = prepare(options)

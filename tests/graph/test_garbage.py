@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autoparallel.graph.garbage import collected_rarely, count_as_old
+from autoparallel.graph.garbage import collected_rarely, count_as_old, frozen_inside
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +64,14 @@ def test_what_the_user_has_left_out_stays_so() -> None:
         assert gc.get_freeze_count() == before > 0
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_what_is_left_out_inside_is_looked_at_again_unless_the_user_had_left_out_some(before: bool) -> None:
+    if before:
+        gc.freeze()
+    with pytest.raises(ZeroDivisionError), frozen_inside():
+        gc.freeze()
+        raise ZeroDivisionError
+    assert bool(gc.get_freeze_count()) == before
+    gc.unfreeze()

@@ -6,6 +6,7 @@ through what they are composed of. A trace keeps them as one call all the same, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,19 +41,27 @@ error, which no graph can have as an operator."""
 def compositions(module: fx.GraphModule) -> dict[Any, Callable[..., Any]]:
     """How torch composes the operators without a rule; nothing when a module, and those that it calls, have none."""
     graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
-    if not any(_is_unknown_composite(node.target) for graph in graphs for node in graph.nodes):
+    if not any(is_unknown_composite(node.target) for graph in graphs for node in graph.nodes):
         return {}
-    table = default_decompositions()
-    return {operator: table[operator] for operator in table if _is_unknown_composite(operator)}
+    return {operator: how for operator, how in _compositions().items() if not has_rule(operator)}
 
 
-def _is_unknown_composite(target: Any) -> bool:
+def is_unknown_composite(target: Any) -> bool:
+    """Whether a call's target is composed of operators that rules know better."""
+    return isinstance(target, torch._ops.OpOverload) and _is_taken_apart(target) and not has_rule(target)
+
+
+@functools.cache
+def _compositions() -> dict[Any, Callable[..., Any]]:
+    """How torch composes each of its operators that may be taken apart."""
+    return {operator: how for operator, how in default_decompositions().items() if _is_taken_apart(operator)}
+
+
+def _is_taken_apart(operator: torch._ops.OpOverload) -> bool:
     return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace == "aten"
-        and target not in ONE_CALL
-        and torch.Tag.maybe_aliasing_or_mutating not in target.tags  # torch takes these apart in any case
-        and (target in PRODUCTS or not target.name().startswith("aten::linalg_"))
-        and _torch.export.is_composite(target)
-        and not has_rule(target)
+        operator.namespace == "aten"
+        and operator not in ONE_CALL
+        and torch.Tag.maybe_aliasing_or_mutating not in operator.tags  # torch takes these apart in any case
+        and (operator in PRODUCTS or not operator.name().startswith("aten::linalg_"))
+        and _torch.export.is_composite(operator)
     )

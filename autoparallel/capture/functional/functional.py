@@ -5,7 +5,8 @@
 
 ``ExportedProgram.run_decompositions`` makes a trace so by running it twice, node by node, which takes longer than
 tracing the model.  Where nothing writes, all it does is to take apart what is composed of views and copies
-(``reshape``, ``contiguous``, ``to``, ``flatten``, ``chunk``): then these calls alone are traced, all at once.
+(``reshape``, ``contiguous``, ``to``, ``flatten``, ``broadcast_tensors``): then these calls alone are traced, all at
+once.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.capture.functional.composites import compositions
+from autoparallel.capture.functional.composites import compositions, is_unknown_composite
 from autoparallel.graph.lines import marks_of
 
 _DROPOUT = torch.ops.aten.dropout.default  # one that draws has become an operator of ours: this gives what it is given
+_OF_VIEWS = frozenset({_DROPOUT, torch.ops.aten.broadcast_tensors.default, torch.ops.aten.repeat_interleave.self_int})
+"""What is composed of views and copies, though it does not say so."""
 _SIZE = torch.ops.aten.sym_size.int
 _OWN = ("aten", "autoparallel")
 _OF_SIZES = ("_operator", "math", "builtins", "torch")  # modules of plain functions; those of torch.func are elsewhere
@@ -35,11 +38,10 @@ _OF_SIZES = ("_operator", "math", "builtins", "torch")  # modules of plain funct
 def make_functional(program: ExportedProgram) -> ExportedProgram:
     """The trace as values; ``program`` itself, rewritten, where nothing in it writes or is complex, and no autocast
     around it has yet to cast what it computes."""
-    table = compositions(program.graph_module)
-    if table or _torch.export.autocasts() or not all(map(_is_functional, program.graph.nodes)):
+    if _torch.export.autocasts() or not all(map(_is_functional, program.graph.nodes)):
         for node in program.graph.find_nodes(op="placeholder"):
             _torch.export.forget_constant(node.meta["val"])
-        return program.run_decompositions(table)
+        return program.run_decompositions(compositions(program.graph_module))
     _take_apart(program.graph, [node for node in program.graph.nodes if _is_composed_of_views(node.target)])
     _share_sizes(program)
     program.graph.eliminate_dead_code()
@@ -60,13 +62,15 @@ def _is_functional(node: fx.Node) -> bool:
         return False
     if target.namespace not in _OWN or target._schema.is_mutable:
         return False
+    if is_unknown_composite(target):
+        return target in _OF_VIEWS
     return target is _DROPOUT or torch.Tag.maybe_aliasing_or_mutating not in target.tags
 
 
 def _is_composed_of_views(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or not _torch.export.has_composition(target):
         return False
-    return target is _DROPOUT or any(argument.alias_info for argument in target._schema.arguments)
+    return target in _OF_VIEWS or any(argument.alias_info for argument in target._schema.arguments)
 
 
 def _take_apart(graph: fx.Graph, calls: Sequence[fx.Node]) -> None:

@@ -276,6 +276,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     (_torch.export.SymNode, "guard_bool", _guard_bool),
     (_torch.export.ShapeEnv, "_set_replacement", _set_replacement),
     _torch.export.MODULES_THEMSELVES,
+    _torch.export.OPERATORS_LISTED_ONCE,
     *[(f, "__defaults__", (partial(_answer, FunctionType(f.__code__, f.__globals__, f.__name__)),)) for f in _ASKED],
     *[(f, "__code__", _as_told.__code__) for f in _ASKED],
     (_IS_SCRIPTING, "__defaults__", (_is_scripting,)),
