@@ -33,7 +33,13 @@ from autoparallel.capture.functional.passes import filling_passes, resolving_pas
 from autoparallel.capture.functional.selections import group_selections
 from autoparallel.capture.functional.ways import Way, literals_of, merge
 from autoparallel.capture.python.closures import Closures
-from autoparallel.capture.python.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss
+from autoparallel.capture.python.globals_read import (
+    GlobalsRead,
+    owners_of,
+    packages_of,
+    read_of_loss,
+    without_model,
+)
 from autoparallel.capture.python.recorder import LOSS, Recorder, StateChangedError
 from autoparallel.capture.refusals.refusals import (
     INSTEAD_OF_WAYS,
@@ -492,7 +498,7 @@ def _export(wrapper: Training, inputs: tuple[Any, ...], shapes: Any, trace: Trac
         with everything_seen(trace):
             program = export(wrapper, inputs, dynamic_shapes=shapes, strict=False)
             require_same_memory(program.graph)
-            with trace.silent():
+            with trace.silent(), without_model():
                 findings = run_passes(tracing_passes(program.graph, trace.calls), program.graph_module)
                 _name_outputs(program)
                 literals = literals_of(program)

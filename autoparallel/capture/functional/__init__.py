@@ -1,7 +1,7 @@
 """From a trace to a captured graph, which has values and no memory.
 
 - ``functional``: a trace as values; ``composites``: what stands for operators that are composed of others and have no
-  rule.
+  rule; ``in_place``: writes to memory of which there is one name, as new values.
 - ``passes``: the passes of a capture, in their order.
 - ``outputs``: says which output is the loss.
 - ``ways``: those that a call may take by a tensor's value, as one program.

@@ -4,9 +4,9 @@
     size = aten.sym_size(reshape, 0)                   view = aten.view(x, [sym_size, 128])
 
 ``ExportedProgram.run_decompositions`` makes a trace so by running it twice, node by node, which takes longer than
-tracing the model.  Where nothing writes, all it does is to take apart what is composed of views and copies
-(``reshape``, ``contiguous``, ``to``, ``flatten``, ``broadcast_tensors``): then these calls alone are traced, all at
-once.
+tracing the model.  Where nothing writes, or only to memory that has one name (``in_place``), all it does is to take
+apart what is composed of views and copies (``reshape``, ``contiguous``, ``to``, ``broadcast_tensors``): then these
+calls alone are traced, all at once.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.capture.functional.composites import compositions, is_unknown_composite
+from autoparallel.capture.functional.in_place import make_new_values, operator_of_write
 from autoparallel.graph.lines import marks_of
 
 _DROPOUT = torch.ops.aten.dropout.default  # one that draws has become an operator of ours: this gives what it is given
@@ -38,7 +39,11 @@ _OF_SIZES = ("_operator", "math", "builtins", "torch")  # modules of plain funct
 def make_functional(program: ExportedProgram) -> ExportedProgram:
     """The trace as values; ``program`` itself, rewritten, where nothing in it writes or is complex, and no autocast
     around it has yet to cast what it computes."""
-    if _torch.export.autocasts() or not all(map(_is_functional, program.graph.nodes)):
+    writes = [node for node in program.graph.nodes if not _is_functional(node)]
+    if writes and all(operator_of_write(node.target) is not None for node in writes):
+        make_new_values(program.graph)
+        writes = [node for node in writes if not node._erased]
+    if writes or _torch.export.autocasts():
         for node in program.graph.find_nodes(op="placeholder"):
             _torch.export.forget_constant(node.meta["val"])
         return program.run_decompositions(compositions(program.graph_module))

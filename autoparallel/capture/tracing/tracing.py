@@ -17,13 +17,21 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from types import FrameType, FunctionType
+from types import (
+    BuiltinFunctionType,
+    FrameType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from autoparallel import _torch
+from autoparallel.capture.python.globals_read import without_model
 from autoparallel.capture.refusals.data_access import KERNEL_CURE
 from autoparallel.capture.tracing.attention_kernels import ATTENTION
 from autoparallel.capture.tracing.backward_hooks import HANDLERS, backward_hook
@@ -65,6 +73,7 @@ def everything_seen(trace: Trace) -> Iterator[None]:
         )
 
 
+_OF_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 _FOLLOWED = {**FOLLOWED, **CHECKED, **READS, **READING, **ATTENTION}
 
 
@@ -77,10 +86,18 @@ class _Listener(TorchFunctionMode):
         if not self.trace.listening:
             return func(*args, **(kwargs or {}))
         handler = HANDLERS.get(func) or _FOLLOWED.get(func)
-        call = func if handler is None else partial(handler, self.trace, func)
+        call = partial(handler or _run, self.trace, func)
         if self.trace.inputs is None:
             return call(*args, **(kwargs or {}))
         return self.trace.inputs.follow(func, call, args, kwargs or {})
+
+
+def _run(_: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs a function of torch; one of C calls no code of the model's."""
+    if not isinstance(func, _OF_C):
+        return func(*args, **kwargs)
+    with without_model():
+        return func(*args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------- what has no door but its name
