@@ -22,6 +22,7 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from autoparallel import _torch
 from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.groups import group_name
 from autoparallel.passes.specification import Operand, Specification
@@ -91,7 +92,9 @@ class _Writer:
         expected = self.specification.expected(origin)
         with self.graph.inserting_before(node):
             args, kwargs = map_aggregate((expected.args, dict(expected.kwargs)), self._fill)
-        node.target, node.args, node.kwargs = expected.target, args, kwargs
+        if node.target is not expected.target:
+            node.target = expected.target
+        _torch.export.set_arguments(node, args, kwargs)
         if expected.result is not None:
             node.meta["placements"] = expected.result
         self.values[origin] = node

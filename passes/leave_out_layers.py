@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from autoparallel._torch.export import copy_node
 from autoparallel.graph.layers import Run
 
 
@@ -29,5 +30,5 @@ def leave_out_layers(graph: fx.Graph, runs: Sequence[Run], counts: Sequence[int]
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node not in left_out:
-            copies[node] = short.node_copy(node, lambda x: copies[instead.get(x, x) if x in left_out else x])
+            copies[node] = copy_node(short, node, lambda x: copies[instead.get(x, x) if x in left_out else x])
     return short

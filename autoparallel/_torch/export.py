@@ -253,6 +253,26 @@ def name_anew(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
         node.name = names.create_name(graph._target_to_str(node.target), node)
 
 
+def set_arguments(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Gives a call other arguments, without looking it up among the calls of its target, as assigning them does."""
+    object.__setattr__(node, "args", args)
+    if kwargs or node.kwargs:
+        object.__setattr__(node, "kwargs", kwargs)
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, argument: Callable[[fx.Node], Any]) -> fx.Node:
+    """A copy of a node at the end of a graph, as ``Graph.node_copy`` makes it, which spends most of its time on a search
+    for sizes among the arguments: those of a node that is there have none.
+
+    Args:
+        argument: what a copy reads in the place of a node.
+    """
+    copy = graph.create_node(node.op, node.target, (), {}, node.name, node.type)
+    set_arguments(copy, fx.map_arg(node.args, argument), fx.map_arg(node.kwargs, argument) if node.kwargs else {})
+    copy.meta.update(node.meta)
+    return copy
+
+
 def import_tracer() -> None:
     """Imports Dynamo and what else traces a model, which takes long and sets environment variables: both would disturb
     a trace that is watched."""

@@ -335,8 +335,9 @@ def _is_multiple(size: sympy.Expr, batch: sympy.Symbol) -> bool:
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """The same graph once more."""
     copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    copy.output_node().meta = dict(graph.output_node().meta)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copies[node] = _torch.export.copy_node(copy, node, copies.__getitem__)
     return copy
 
 

@@ -173,7 +173,9 @@ def take_apart(args: Any, kwargs: Any) -> tuple[str, list[fx.Node]]:
 def create_on(node: fx.Node, device: torch.device) -> None:
     """Has a call create its tensors on a device, those included that graphs create which it runs."""
     if node.op == "call_function":
-        node.target = on_device(node.target, device)
+        target = on_device(node.target, device)
+        if target is not node.target:
+            node.target = target
         if any(isinstance(x, torch.device) for x in (*node.args, *node.kwargs.values())):
             node.args = tuple([device if isinstance(x, torch.device) else x for x in node.args])
             node.kwargs = {k: device if isinstance(x, torch.device) else x for k, x in node.kwargs.items()}
