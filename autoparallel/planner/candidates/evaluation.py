@@ -172,6 +172,11 @@ class Evaluator:
                 self._outcomes[candidate] = outcome
             outcome = self._outcomes[candidate]
 
+    def resting(self, candidate: Candidate) -> float:
+        """Bytes that parameters take at least, with their gradients and the optimizer's states, under a candidate that
+        was planned, whatever else it does: a prediction says no less."""
+        return self._problems[candidate].resting
+
     def _require_open_batch(self, subject: Subject, preset: str) -> None:
         """Raises PlanError where a preset shards the batch, and it is fixed."""
         graph = subject.captured

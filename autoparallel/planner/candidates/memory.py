@@ -97,6 +97,7 @@ def fastest(candidates: Sequence[Candidate], gauge: Gauge, incumbent: Outcome | 
     room: float | None = None
     problems: list[Outcome] = []
     sparing: list[Plan] = []  # that take the least memory, and too much
+    hopeless: list[Outcome] = []  # whose parameters alone take too much
     late: list[Outcome] = []
     outcomes = []  # without the limit
     for candidate in candidates:
@@ -106,6 +107,9 @@ def fastest(candidates: Sequence[Candidate], gauge: Gauge, incumbent: Outcome | 
     for free in sorted(outcomes, key=_least_seconds):  # the better what is found first, the less is left to look at
         if free.plan is None or best is not None and _is_slower(free, best, gauge):
             problems += [free] if free.plan is None else []
+            continue
+        if limit is not None and gauge.evaluator.resting(free.candidate) > limit:
+            hopeless.append(free)
             continue
         if gauge.is_late(free):
             late.append(free)
@@ -128,6 +132,9 @@ def fastest(candidates: Sequence[Candidate], gauge: Gauge, incumbent: Outcome | 
     if best is None or best.plan is None:
         if late:
             return min(late, key=gauge.seconds)
+        for free in hopeless:  # one of them may still be what takes the least, of which is told
+            outcome = yield replace(_with_all_means(free.candidate, gauge), sparing=True)
+            sparing.append(outcome.plan or free.require())
         if limit is None or not sparing:
             return problems[0]
         least = min(sparing, key=gauge.memory)

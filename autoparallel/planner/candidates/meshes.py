@@ -196,11 +196,12 @@ class MeshSearch:
         untried.extend(axes_of(shape) for shape in three if shape not in split)
 
     def _pipelines(self, look_at: LookAt, tried: Sequence[Alternative], untried: list[Axes]) -> None:
-        """Looks at pipelines of more and more stages, until more cost more; at those that are not taken unasked, while
-        they are faster than what is taken."""
+        """Looks at pipelines of more and more stages, until more cost more; at those that are not taken unasked, one
+        after the other, while they are faster than what is taken: which mesh that is they do not change."""
         profile = self.request.profile
         pair = self._smallest([a for a in tried if len(a.mesh) == 2])
         inner = pair.mesh[-1][1] if pair is not None else min(profile.node or self.devices, self.devices)
+        unasked = self.request.pipeline is None and bool(changes(self.captured, self.request.outputs))
         before: Alternative | None = None
         searched = 0
         for ranks in (n for n in range(2, self.devices + 1) if self.devices % n == 0):
@@ -209,7 +210,12 @@ class MeshSearch:
                 untried.extend(meshes)
                 continue
             searched += len(meshes)
-            least = self._smallest(look_at(meshes))
+            looked = look_at(meshes[:1] if unasked else meshes)
+            if unasked and (looked[0].seconds or 0.0) > self._fastest(tried):
+                untried.extend(meshes[1:])
+            elif unasked:
+                looked += look_at(meshes[1:])
+            least = self._smallest(looked)
             assert least is not None
             worse = before is not None and before.order(self.capacity) < least.order(self.capacity)
             if worse or least.problem and (least.seconds or math.inf) > self._fastest(tried):

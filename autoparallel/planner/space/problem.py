@@ -115,15 +115,24 @@ class Problem:
     def objective(self) -> Factors:
         """The factors, and next to nothing for each further option: so layers that are alike break ties alike, not by
         rounding."""
-        ties, tables = Factors(), {size: 1e-12 * np.arange(size, dtype=np.float64) for size in set(self.sizes)}
-        for number, size in enumerate(self.sizes):
-            ties.add((number,), tables[size])
+        ties, sizes = Factors(), np.array(self.sizes)
+        for size in dict.fromkeys(self.sizes):
+            places = [(number,) for number in np.flatnonzero(sizes == size).tolist()]
+            ties.extend(1e-12 * np.arange(size, dtype=np.float64), places)
         return self.factors.joined(ties)
 
     @cached_property
     def budget(self) -> Budget:
         """The objective, to be minimised within limits on the usage."""
         return Budget(self.sizes, self.objective, self.usage, self.layers)
+
+    @cached_property
+    def resting(self) -> float:
+        """Bytes that parameters take at least, with their gradients and the optimizer's states, whatever is chosen."""
+        names = self.captured.parameters
+        kept = [v.options for node, v in self.variables.items() if node.name in names and node.users]
+        least = {id(options): min([option.saved_bytes for option in options]) for options in kept}
+        return sum(least[id(options)] for options in kept)
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """What a node reads, in the order of its options' needs."""
