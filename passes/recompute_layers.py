@@ -28,7 +28,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoparallel import operators
-from autoparallel._torch.export import forward_of, gives_view, graph_module
+from autoparallel._torch.export import copy_node, forward_of, gives_view, graph_module
 from autoparallel.comm import ranges
 from autoparallel.graph.layers import is_checkpointed, layer_of, stretches_of_layers
 from autoparallel.operators.experts import grouped_linear_exchanged, grouped_linear_sharded
@@ -233,7 +233,7 @@ def outline(owner: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> fx.Gr
         copies[node] = inner.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     for node in nodes:
-        copies[node] = inner.node_copy(node, copies.__getitem__)
+        copies[node] = copy_node(inner, node, copies.__getitem__)
     inner.output(tuple(copies[node] for node in leaving))
     with graph.inserting_after(nodes[-1]):
         call = graph.create_node("call_module", name, tuple(entering), {}, name)

@@ -16,7 +16,7 @@ from autoparallel.decisions.parameters import ParameterPlan, padded_rows
 from autoparallel.decisions.pipeline import PipelinePlan
 from autoparallel.decisions.prediction import LatePrediction, Prediction, Workload
 from autoparallel.placements import Layout, parse_layout
-from autoparallel.placements.modes import Mode, parse_mode
+from autoparallel.placements.modes import Mode, parse_mode, parse_modes
 
 SELECTIVE, FULL = RECOMPUTED = "selective", "full"
 """How much of a layer runs again in the backward: all but products, attention and collectives other than gathers; or
@@ -167,7 +167,7 @@ class Decisions(Means):
 
     def modes(self, key: str) -> tuple[Mode, ...]:
         """How the operator with this key runs on each mesh axis."""
-        return tuple(parse_mode(text) for text in self.operators[key])
+        return parse_modes(tuple(self.operators[key]))
 
     def at_rest(self, parameter: str) -> Layout:
         """A parameter's layout between steps."""

@@ -37,3 +37,9 @@ def parse_mode(text: str) -> Mode:
     if text in ("I", "R"):
         return Mode(text)
     raise ValueError(f"not a way to run an operator: {text!r}")
+
+
+@cache
+def parse_modes(texts: tuple[str, ...]) -> tuple[Mode, ...]:
+    """The modes of an operator, one for each mesh axis, of which each is written as ``parse_mode`` reads it."""
+    return tuple([parse_mode(text) for text in texts])

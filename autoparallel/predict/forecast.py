@@ -73,8 +73,8 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, models: dict[
         parameter = plan.parameters.get(name) if node.op == "placeholder" else None
         return plan.operators.get(key), plan.shared.get(key), parameter, plan.recompute.get(layer_of(node) or "")
 
-    nodes = {node.name: node for node in captured.graph.nodes}
-    parts = [part for run in captured.runs for part in run.parts(lambda name: decided(nodes[name]))]
+    decisions = {node.name: decided(node) for node in captured.graph.nodes}
+    parts = [part for run in captured.runs for part in run.parts(decisions.__getitem__)]
     runs = [part for part in parts if len(part.members) > 2]
     layers = sum(len(run.members) for run in runs)
     # One model with two layers of each run, and for each run one with a layer more.
@@ -94,7 +94,7 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, models: dict[
         left_layers = {layer_of(node) for node in graph.nodes}
         short = replace(captured.part(graph), runs=())
         recompute = {layer: much for layer, much in plan.recompute.items() if layer in left_layers}
-        calls = tuple([(places.get(node.name, node.name), decided(node)) for node in graph.nodes])
+        calls = tuple([(places.get(node.name, node.name), decisions[node.name]) for node in graph.nodes])
         key = plan.means, tuple(counts), calls
         if key not in models:
             prediction = predict(short, replace(plan, recompute=recompute))

@@ -95,8 +95,11 @@ class Clock:
 
     def wait(self, end: float) -> None:
         """Its result is needed."""
-        self._note(COMPUTE, "wait", self.now, end)
-        self._advance(max(self.now, end))
+        if end > self.now:
+            self._note(COMPUTE, "wait", self.now, end)
+            self._advance(end)
+        elif self._held:
+            self._advance(self.now)
 
     def _advance(self, now: float) -> None:
         self.now = now
@@ -149,7 +152,8 @@ class Ledger:
         if self._total > self._worst:
             self._worst, self.peak = self._total, dict(self.live)
         moment = self.clock.phase, self.clock.module
-        self.most[moment] = max(self._total, self.most.get(moment, 0))
+        if self._total > self.most.setdefault(moment, 0):
+            self.most[moment] = self._total
 
     @contextmanager
     def holding(self, kind: str) -> Iterator[None]:
@@ -216,7 +220,9 @@ class Meter(_torch.export.UncompiledMode):
             self._follow_module()
             return func(*args, **(kwargs or {}))
         self._traffic.count(func, args, kwargs or {})
-        end, self._ends = max(self._ends, default=self.clock.now), []
+        end = self.clock.now
+        if self._ends:
+            end, self._ends = max(self._ends), []
         kwargs = kwargs or {}
         if name in _BY_INDEX and any(x is not None and x.dtype == torch.bool for x in args[1]):
             args = self._by_positions(name, *args)
@@ -290,7 +296,7 @@ class Meter(_torch.export.UncompiledMode):
         self, name: str, args: Sequence[Any], kwargs: Any, result: Any, *, fused: bool, layer: str | None
     ) -> float:
         outputs = _torch.tensors.tensors_in(result)
-        inputs = _torch.tensors.tensors_in((args, kwargs))
+        inputs = _torch.tensors.tensors_in([*args, *kwargs.values()])
         if not outputs:
             return 0.0
         storages = {id(x.untyped_storage()) for x in inputs}
@@ -320,7 +326,7 @@ class Meter(_torch.export.UncompiledMode):
             flops = _FLOPS[name](args, kwargs, outputs[0])
             if "attention" in name:
                 flops /= self.profile.attention
-        return self.profile.compute_seconds(flops, _torch.tensors.bytes_in((inputs, outputs)), dtype)
+        return self.profile.compute_seconds(flops, _torch.tensors.bytes_in(inputs + outputs), dtype)
 
 
 _BY_INDEX = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")

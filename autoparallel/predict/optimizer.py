@@ -109,7 +109,7 @@ def cost_at_rest(
         time = partial(profile.step_seconds, axis_sizes, "all_to_all", range(len(axis_sizes)))
         seconds += time(int(there + back)) - time(0) if ranks > 1 else 0.0
     if not offloaded:
-        return replace(at_rest, seconds=seconds)
+        return Kept(part, part, at_rest.states, seconds)
     host_seconds = profile.host_seconds(at_rest.states)
     left, host = (0, at_rest.states) if profile.host_bandwidth is not None else (at_rest.states, 0)
     return replace(at_rest, states=left, seconds=seconds + host_seconds, host=host, host_seconds=host_seconds)

@@ -17,6 +17,10 @@ import torch
 from autoparallel import _torch
 
 
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype})
+
+
 class _Tensor(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
@@ -60,13 +64,16 @@ def call_on_meta(kind: CallKind | None, func: Any, args: Sequence[Any], kwargs: 
 
 
 def _describe(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        if not value.is_meta or type(value) not in (torch.Tensor, torch.nn.Parameter):
-            raise TypeError("only plain meta tensors are looked up")
+    kind = type(value)
+    if kind in _PLAIN:
+        return _Plain(kind, value)
+    if kind in _TENSORS and value.is_meta:
         return _Tensor(value.shape, value.stride(), value.dtype)
     if isinstance(value, list | tuple):
         return tuple([_describe(each) for each in value])
-    return _Plain(type(value), value)
+    if isinstance(value, torch.Tensor):
+        raise TypeError("only plain meta tensors are looked up")
+    return _Plain(kind, value)
 
 
 def _made_of(described: Any) -> Any:

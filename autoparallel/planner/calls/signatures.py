@@ -59,24 +59,22 @@ class Signatures(Sizes):
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """The tensor operands of a call, in its order, repeated where they repeat."""
-        return self._operand(node)[1]
+        return (self._reads.get(node) or self._read(node))[1]
 
     def call(self, node: fx.Node) -> int:
         """The kind of a call: operator, arguments, and the kinds of its operands and of its result.
 
         Which operands are one and the same tensor counts; where they come from does not.
         """
-        return self._operand(node)[0]
+        return (self._reads.get(node) or self._read(node))[0]
 
-    def _operand(self, node: fx.Node) -> tuple[int, list[fx.Node]]:
-        signature = self._reads.get(node)
-        if signature is None:
-            operands: list[fx.Node] = []
-            arguments = tuple([self._freeze(value, operands) for value in node.args])
-            named = tuple([(name, self._freeze(value, operands)) for name, value in node.kwargs.items()])
-            batch = frozenset(node.meta.get("batch_factors", ()))
-            key = (node.target, arguments, named, self.tensor(node), batch)
-            signature = self._reads[node] = self._calls.setdefault(key, len(self._calls)), operands
+    def _read(self, node: fx.Node) -> tuple[int, list[fx.Node]]:
+        operands: list[fx.Node] = []
+        arguments = tuple([self._freeze(value, operands) for value in node.args])
+        named = tuple([(name, self._freeze(value, operands)) for name, value in node.kwargs.items()])
+        batch = frozenset(node.meta.get("batch_factors", ()))
+        key = (node.target, arguments, named, self.tensor(node), batch)
+        signature = self._reads[node] = self._calls.setdefault(key, len(self._calls)), operands
         return signature
 
     def _freeze(self, value: Any, operands: list[fx.Node]) -> Hashable:

@@ -220,6 +220,8 @@ class Evaluator:
             plan,
             parameters={
                 name: replace(p, rows=padding.get(name), reduce=_reduction(p) if count > 1 else p.reduce)
+                if count > 1 or padding
+                else p
                 for name, p in plan.parameters.items()
             },
             microbatches=count,

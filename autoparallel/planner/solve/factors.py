@@ -42,7 +42,7 @@ class Factors(Iterable[Factor]):
     def __init__(self, factors: Iterable[Factor] = ()) -> None:
         self.tables: list[Array] = []
         self.places: list[list[Scope]] = []
-        self._places: dict[tuple[int, int], list[Scope]] = {}
+        self._places: dict[int, list[Scope]] = {}  # by table: an id is unique while its owner lives
         self._arrays: dict[int, Scopes] = {}
         for factor in factors:
             self.add(factor.variables, factor.cost)
@@ -54,12 +54,14 @@ class Factors(Iterable[Factor]):
 
     def add(self, scope: Scope, table: Array) -> None:
         """Adds a table over some variables."""
-        self._variables_of(table, len(scope)).append(scope)
+        places = self._places.get(id(table))
+        (self._new_places(table) if places is None else places).append(scope)
 
     def extend(self, table: Array, places: Sequence[Scope]) -> None:
         """Adds a table at some places."""
         if places:
-            self._variables_of(table, len(places[0])).extend(places)
+            its = self._places.get(id(table))
+            (self._new_places(table) if its is None else its).extend(places)
 
     def joined(self, other: Factors) -> Factors:
         """Both sums in one."""
@@ -100,12 +102,11 @@ class Factors(Iterable[Factor]):
                 out.add(scope, tables[key])
         return out
 
-    def _variables_of(self, table: Array, arity: int) -> list[Scope]:
-        places = self._places.get((id(table), arity))  # an id is unique while its owner lives
-        if places is None:
-            places = self._places[id(table), arity] = []
-            self.tables.append(table)
-            self.places.append(places)
+    def _new_places(self, table: Array) -> list[Scope]:
+        """Where a table stands that is a new one: nowhere yet."""
+        places = self._places[id(table)] = []
+        self.tables.append(table)
+        self.places.append(places)
         return places
 
     def everywhere(self) -> Iterator[tuple[Array, Scopes]]:

@@ -92,7 +92,7 @@ class Problem:
         # What is alike is worked out once, by the options on both sides.
         self._ends_alike: dict[Hashable, _Ends] = {}
         self._own_prices: dict[Hashable, tuple[np.ndarray, np.ndarray | None]] = {}
-        self._readers, self._leaving = self._consumers()
+        self._readers, self._leaving = subject.readers, self._leaving_layouts()
         nodes = self.captured.graph.nodes
         operators = [node for node in nodes if node.op == "call_function" and space.options[node] is not None]
         for node in operators:
@@ -168,18 +168,13 @@ class Problem:
         """The variable that says how much of a node's layer runs again, where there is one."""
         return (self.again[self.open[node]],) if node in self.open else ()
 
-    def _consumers(self) -> tuple[dict[fx.Node, list[tuple[fx.Node, int]]], dict[fx.Node, list[Layout]]]:
-        """Who reads each tensor, and the layouts in which it leaves the graph."""
-        readers: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
+    def _leaving_layouts(self) -> dict[fx.Node, list[Layout]]:
+        """The layouts in which tensors leave the graph."""
         leaving: dict[fx.Node, list[Layout]] = {}
-        for node in self.captured.graph.nodes:
-            if node.op == "call_function":
-                for i, operand in enumerate(self.size.operands(node)):
-                    readers.setdefault(operand, []).append((node, i))
         for value, layout in zip(self.captured.graph.output_node().args[0], self.space.outputs, strict=True):  # type: ignore[arg-type]
             if isinstance(value, fx.Node) and layout is not None:
                 leaving.setdefault(value, []).append(layout)
-        return readers, leaving
+        return leaving
 
     def _add(self, node: fx.Node, layers: tuple[str, ...]) -> None:
         options = self.space.options[node]

@@ -136,10 +136,11 @@ class SearchSpace:
             label = name if self.pins and node in self.pins else ""
             experts = self.permits.experts.parameters.get(node)
             return "parameter", self.size.tensor(node), rest, experts, pinned, users, label
-        if node.op != "call_function" or self.size.tensor(node) < 0 or node not in self.searched:
+        kind = self.subject.kinds.get(node)
+        if kind is None:
             return "whole", node.op, self.size.call(node) if node.op == "call_function" else -1
         followed = self.permits.experts.factors.get(node), self.permits.sequence.get(node), node in self.permits.chunked
-        return "call", self.size.call(node), followed, node in self.open, self.subject.parts(node)
+        return "call", kind, followed
 
     def _rule_is_known(self, node: fx.Node) -> bool:
         if node.op != "call_function" or not is_tensor(node):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from functools import cached_property
 
 from torch import fx
@@ -59,6 +59,7 @@ class Subject:
         self.open = {node: layer for node, layer in layers if layer is not None and layer in may_recompute}
         self.products = kept_in_layers(captured.graph, may_recompute)
         self.repeated = self.open.keys() - self.products.keys()
+        self._parts: dict[fx.Node, tuple[float, float, float]] = {}
 
     @cached_property
     def saved_tensors(self) -> Kept:
@@ -73,9 +74,35 @@ class Subject:
     def parts(self, node: fx.Node) -> tuple[float, float, float]:
         """Bytes that the backward finds of each byte of a node; and where all but the products of its layer runs again,
         which keeps what these make, or the whole layer, which then keeps only what others read."""
-        layer = self.open.get(node)
-        outside = float(layer is not None and any(self.open.get(user) != layer for user in node.users))
-        return self.saved_tensors.parts.get(node, 0.0), max(outside, float(self.products.get(node, False))), outside
+        parts = self._parts.get(node)
+        if parts is None:
+            layer = self.open.get(node)
+            outside = float(layer is not None and any(self.open.get(user) != layer for user in node.users))
+            products = max(outside, float(self.products.get(node, False)))
+            parts = self._parts[node] = self.saved_tensors.parts.get(node, 0.0), products, outside
+        return parts
+
+    @cached_property
+    def kinds(self) -> dict[fx.Node, int]:
+        """Numbers for the kinds of the calls that have a choice; those of one have the same, but for what a preset
+        permits."""
+        numbers: dict[Hashable, int] = {}
+        kinds: dict[fx.Node, int] = {}
+        for node in self.captured.graph.nodes:
+            if node in self.searched and node.op == "call_function" and self.size.tensor(node) >= 0:
+                kind = self.size.call(node), node in self.open, self.parts(node)
+                kinds[node] = numbers.setdefault(kind, len(numbers))
+        return kinds
+
+    @cached_property
+    def readers(self) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
+        """The calls that read each tensor, each with the place among its operands."""
+        readers: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
+        for node in self.captured.graph.nodes:
+            if node.op == "call_function":
+                for place, operand in enumerate(self.size.operands(node)):
+                    readers.setdefault(operand, []).append((node, place))
+        return readers
 
     @cached_property
     def heads(self) -> list[Head]:

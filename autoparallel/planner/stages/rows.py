@@ -219,12 +219,16 @@ class RowPricer:
         their bytes."""
         number = {node: i for i, node in enumerate(self.nodes)}
         change = np.zeros((2, len(self.nodes) + 2))
+        by_kind: dict[Hashable, tuple[float, float]] = {}  # seconds and bytes
         for node, i in number.items():
             last = max([number[user] for user in node.users if user in number], default=i)
             if is_tensor(node) and last > i:
-                layout = tuple(p if p.kind == "S" else Invariant for p in results[node])
-                crossing = self._local_bytes(node, layout, size)
-                each = self.subject.profile.latency + crossing / self.subject.profile.bandwidth, crossing
+                kind = self.alike.tensor(node), results[node]
+                if kind not in by_kind:
+                    layout = tuple(p if p.kind == "S" else Invariant for p in results[node])
+                    crossing = self._local_bytes(node, layout, size)
+                    by_kind[kind] = self.subject.profile.latency + crossing / self.subject.profile.bandwidth, crossing
+                each = by_kind[kind]
                 change[:, i + 1] += each
                 change[:, last + 1] -= each
         seconds, held = np.cumsum(change, axis=1)
