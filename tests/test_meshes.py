@@ -25,7 +25,7 @@ from autoparallel.plan import Plan
 from autoparallel.planner import layouts
 from autoparallel.planner.candidates import evaluation
 from autoparallel.planner.candidates.evaluation import Evaluator
-from autoparallel.planner.candidates.meshes import MeshSearch, distinct, factored, inside, splits
+from autoparallel.planner.candidates.meshes import MeshSearch, distinct, factored, inside, splits, stage_meshes
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.request.request import Request
@@ -173,6 +173,26 @@ def test_a_pipeline_must_not_change_results_unasked() -> None:
         assert staged is not None and why in staged.problem
         assert choice.mesh[0][0] != "pp"
     assert _search(Deep(), 4, loss=None).choose().best(staged=True) is None  # no loss, no pipeline
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0, None], ids=["gains", "gains nothing", "has no plan"])
+def test_a_pipeline_that_is_not_taken_is_looked_at_while_it_gains(
+    seconds: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged: list[Axes] = []
+
+    def price(_: MeshSearch, mesh: Axes, below: float = math.inf) -> Alternative:
+        if mesh[0][0] != "pp":
+            return Alternative(mesh, 1.0)
+        staged.append(mesh)
+        return Alternative(mesh, seconds, problem="it is not taken" if seconds else "no plan")
+
+    monkeypatch.setattr(MeshSearch, "price", price)
+    choice = _search(WithLoss(), 8, loss=None).choose()
+    assert choice.mesh == (("dp", 8),)
+    every = [mesh for ranks in (2, 4, 8) for mesh in stage_meshes(8, ranks, 2, CPU)]
+    assert staged == {0.5: every, 2.0: every[:1], None: every[:2]}[seconds]
+    assert [mesh for mesh in choice.untried if mesh[0][0] == "pp"] == every[len(staged) :]
 
 
 def test_what_fits_a_device_goes_before_what_is_faster() -> None:

@@ -261,8 +261,8 @@ def set_arguments(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, argument: Callable[[fx.Node], Any]) -> fx.Node:
-    """A copy of a node at the end of a graph, as ``Graph.node_copy`` makes it, which spends most of its time on a search
-    for sizes among the arguments: those of a node that is there have none.
+    """A copy of a node at the end of a graph, as ``Graph.node_copy`` makes it, which takes most of its time to look for
+    sizes among the arguments: those of a node that is there have been looked at.
 
     Args:
         argument: what a copy reads in the place of a node.

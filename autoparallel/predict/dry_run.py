@@ -317,7 +317,8 @@ class _Body(fx.Interpreter):
         if is_unseen(n):
             return stand_in(n, *self.fetch_args_kwargs_from_env(n), partial(self.shape_of, n))
         module = self.rank.clock.module = n.meta.get("module", self.rank.clock.module)
-        result = getattr(self, n.op)(n.target, *self.fetch_args_kwargs_from_env(n))  # nothing is traced that notes whence
+        # As an interpreter does, which also notes which node runs, for what is traced beneath: nothing is.
+        result = getattr(self, n.op)(n.target, *self.fetch_args_kwargs_from_env(n))
         if n.op == "call_function":
             self.rank.clock.layers[module] = layer_of(n)
             _torch.autograd.mark_module(result, module)

@@ -16,7 +16,6 @@ import torch
 
 from autoparallel import _torch
 
-
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype})
 

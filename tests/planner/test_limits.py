@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoparallel.comm.world import Axes
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU, H100, PROFILES, Profile
+from autoparallel.plan import Plan
 from autoparallel.planner.calls.saved_tensors import kept_parts
 from autoparallel.planner.calls.signatures import Signatures
 from autoparallel.planner.candidates.candidates import Candidate, Proposals
@@ -22,6 +23,7 @@ from autoparallel.planner.draft import Draft, call_of
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.request.presets import possible_presets
 from autoparallel.planner.request.request import Request, limit_in_bytes
+from autoparallel.predict.forecast import Forecast
 from tests.captures import draft, shared_captures
 from tests.models.gpt import GPT, GPTConfig
 from tests.planner.blocks import Blocks
@@ -36,9 +38,11 @@ def one_trace_for_all_plans() -> Iterator[None]:
         yield
 
 
-def _draft(limit: float | None, plan: str = "auto", axes: Axes = MESH, profile: Profile = CPU) -> Draft:
+def _draft(
+    limit: float | None, plan: str = "auto", axes: Axes = MESH, profile: Profile = CPU, rows: int = ROWS
+) -> Draft:
     request = Request(axes, profile, plan, loss_fn=F.mse_loss, memory_limit=limit)
-    x = torch.empty(ROWS, WIDTH, device="meta")
+    x = torch.empty(rows, WIDTH, device="meta")
     return draft(Blocks(LAYERS, WIDTH, 8 * WIDTH), call_of((x, x), with_target=True), request)
 
 
@@ -102,6 +106,45 @@ def test_what_fits_by_its_prediction_fits_whatever_the_search_adds_up_to() -> No
     limit = 1.001 * found.prediction.total_memory
     assert found.plan.estimate is not None and found.plan.estimate.memory > limit
     assert plan(limit).prediction.total_memory <= limit
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["all train", "some train"])
+def test_what_parameters_take_alone_is_no_more_than_a_prediction_says(trains: bool) -> None:
+    model, x = Blocks(LAYERS, WIDTH, 8 * WIDTH), torch.empty(ROWS, WIDTH, device="meta")
+    model.blocks[0].requires_grad_(trains)
+    request, call = Request(MESH, H100, loss_fn=F.mse_loss, memory_limit=1e12), call_of((x, x), with_target=True)
+    evaluator = Evaluator(request, Planner(model, request).capture(call), call)
+    for preset in possible_presets(["dp", "tp"]):
+        for offloads in (False, True):
+
+            def propose(candidate: Candidate) -> Proposals:
+                return (yield candidate)
+
+            candidate = Candidate(preset, offloads=offloads)
+            plan = evaluator.best(propose(candidate)).require()
+            for exactly in (False, True):
+                forecast = evaluator.forecast(plan, exactly=exactly)
+                assert 0 < evaluator.resting(candidate) <= forecast.memory * (1 + 1e-9)
+
+
+def test_a_preset_whose_parameters_alone_take_too_much_is_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = (("dp", 8),)
+    limit = 1.05 * _draft(None, "fsdp", axes, rows=8).prediction.total_memory
+    assert limit < 4 * 4 * sum(p.numel() for p in Blocks(LAYERS, WIDTH, 8 * WIDTH).parameters())
+    predicted: set[str] = set()
+    forecast = Evaluator.forecast
+
+    def note(self: Evaluator, plan: Plan, *, exactly: bool = False) -> Forecast:
+        predicted.add(plan.origin)
+        return forecast(self, plan, exactly=exactly)
+
+    monkeypatch.setattr(Evaluator, "forecast", note)
+    found = _draft(limit, "auto", axes, rows=8)
+    assert found.prediction.total_memory <= limit
+    assert "data_parallel" not in predicted and "fsdp" in predicted
+    with pytest.raises(PlanError, match=r"no plan fits in .* under plan='data_parallel'"):
+        _draft(limit, "data_parallel", axes, rows=8)
+    assert "data_parallel" in predicted  # to say what it takes
 
 
 def test_hybrid_shards_along_the_last_axis_and_repeats_along_the_others() -> None:

@@ -216,14 +216,14 @@ class Evaluator:
                 stacklevel=2,
             )
         count = 1 if request.stages else candidate.microbatches
+        parameters = plan.parameters
+        if padding:
+            parameters = {name: replace(p, rows=padding.get(name)) for name, p in parameters.items()}
+        if count > 1:
+            parameters = {name: replace(p, reduce=_reduction(p)) for name, p in parameters.items()}
         plan = replace(
             plan,
-            parameters={
-                name: replace(p, rows=padding.get(name), reduce=_reduction(p) if count > 1 else p.reduce)
-                if count > 1 or padding
-                else p
-                for name, p in plan.parameters.items()
-            },
+            parameters=parameters,
             microbatches=count,
             loss_chunks=self._loss_chunks(candidate, space.captured.graph),
             linear_chunks=request.linear_chunks or plan.linear_chunks,

@@ -3,7 +3,8 @@
 [Note: what fits] The prediction says what fits.  The search adds up what is kept; what lives for a moment only (the
 layer that runs again, the weights that are gathered for it, the loss) is no sum, and must find room beside it.  How
 much that is, the prediction of a plan tells: the search is asked again with so much room, until a plan fits and leaves
-little.  What needs the least memory of all decides whether anything fits.
+little.  What needs the least memory of all decides whether anything fits; of a preset whose parameters alone, with
+their gradients and the optimizer's states, take more than the limit, nothing does.
 
 [Note: what is recomputed] Whole layers are, which ones the search decides with the layouts: a layer that runs again has
 its own best.  Of layers that are alike the first ones do, because what they save lives longest.

@@ -3,9 +3,9 @@
 [Note: factored meshes] A mesh that the user leaves open has at most three axes.  Ranks fill the nodes in order, so the
 last axis must lie inside a node; meshes that differ only in the order of axes whose groups lie over as many nodes are
 one.  All that have one or two axes are searched, then those that split an axis of the best of two, and pipelines: a
-number of stages after the other, until more of them cost more, or where a pipeline would change what the model returns,
-and is looked at to say what it would gain, until it gains nothing.  How many searches that may be is bounded
-(``thresholds``), and what was not tried is listed.
+number of stages after the other, until more of them cost more.  Where a pipeline would change what the model returns,
+it is never taken unasked, and is looked at to say what it would gain: mesh after mesh, until one gains nothing.  How
+many searches that may be is bounded (``thresholds``), and what was not tried is listed.
 
 [Note: one yardstick] Meshes are compared by what is predicted of their plans: of short models, so that what hides
 behind what counts; of a pipeline the time of its schedule, and what gathering, reducing and updating its parameters
