@@ -60,8 +60,8 @@ class Factors(Iterable[Factor]):
     def extend(self, table: Array, places: Sequence[Scope]) -> None:
         """Adds a table at some places."""
         if places:
-            its = self._places.get(id(table))
-            (self._new_places(table) if its is None else its).extend(places)
+            before = self._places.get(id(table))
+            (self._new_places(table) if before is None else before).extend(places)
 
     def joined(self, other: Factors) -> Factors:
         """Both sums in one."""

@@ -130,9 +130,9 @@ class Problem:
     def resting(self) -> float:
         """Bytes that parameters take at least, with their gradients and the optimizer's states, whatever is chosen."""
         names = self.captured.parameters
-        kept = [v.options for node, v in self.variables.items() if node.name in names and node.users]
-        least = {id(options): min([option.saved_bytes for option in options]) for options in kept}
-        return sum(least[id(options)] for options in kept)
+        choices = [v.options for node, v in self.variables.items() if node.name in names and node.users]
+        least = {id(options): min([option.saved_bytes for option in options]) for options in choices}
+        return sum(least[id(options)] for options in choices)
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """What a node reads, in the order of its options' needs."""
