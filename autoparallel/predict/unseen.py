@@ -3,7 +3,6 @@ their results have the right shapes, and keep what they read and made for the ba
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,9 @@ def call_without_data(target: Any, args: Any, kwargs: Any) -> Any:
 
 def is_unseen(node: fx.Node) -> bool:
     """Whether a node calls Python of the user's, FlexAttention, or what runs on as many rows as values select."""
-    return node.op == "call_function" and _has_no_data(node.target)
+    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return has_own_backward(node.target) or _is_sized_by_data(node.target)
 
 
 def stand_in(node: fx.Node, args: Any, kwargs: Any, shape_of: Callable[[Tensor], tuple[int, ...]]) -> Any:
@@ -52,11 +53,6 @@ def stand_in(node: fx.Node, args: Any, kwargs: Any, shape_of: Callable[[Tensor],
     remaining = iter(_Unseen.apply(len(read), *read, *(x for x in outputs if x is not None)))
     results = tuple(None if x is None else next(remaining) for x in outputs)
     return results[0] if is_tensor(node) else results
-
-
-@functools.lru_cache(maxsize=256)
-def _has_no_data(target: Any) -> bool:
-    return has_own_backward(target) or _is_sized_by_data(target)
 
 
 def _is_sized_by_data(target: Any) -> bool:
