@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, cast
 
@@ -113,13 +113,20 @@ def random_operators() -> list[Any]:
 
 def list_operators() -> list[Any]:
     """The operators on lists of tensors."""
-    return operators_of(name for name in dir(torch.ops.aten) if name.startswith("_foreach_"))
+    return operators_of(name for name in _names() if name.startswith("_foreach_"))
 
 
 def names_in_place() -> list[str]:
     """The names of the operators that write to their first operand; some write what it is, not what it holds."""
-    names = [name for name in dir(torch.ops.aten) if name.endswith("_") and not name.startswith("_")]
-    return [name for name in names if name not in _OF_FORM]
+    names = [name for name in _names() if name.endswith("_") and not name.startswith("_")]
+    return [name for name in names if name not in _OF_FORM and "sparse" not in name]
+
+
+@cache
+def _names() -> list[str]:
+    """The names of torch's operators; ``dir(torch.ops.aten)`` has those that somebody has asked for."""
+    names = (name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names())
+    return sorted({name.removeprefix("aten::") for name in names if name.startswith("aten::")})
 
 
 _OF_FORM = (
@@ -170,3 +177,6 @@ def leave_to_torch(operator: Any) -> Iterator[None]:
             yield
         finally:
             handlers[operator] = handler
+
+
+__all__ = ["DTensorSpec"]  # torch's own, handed on

@@ -49,7 +49,7 @@ from autoparallel.runtime.parameters.hooks import (
     has_accumulated_hooks,
     has_gradient_hooks,
 )
-from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere
+from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, lies_elsewhere
 
 
 class KeptCopy:
@@ -322,9 +322,9 @@ class GradientStore:
         if grad is None:  # zero_grad() has cleared it
             self._pending.pop(chain.name, None)
             return None
-        local = _torch.dtensor.local_of(grad)
         pending = self._pending.pop(chain.name, None)
         layout = pending.accumulator if pending is not None else chain.at_rest
+        local = gradient_as(grad, self._spec(chain.name, layout, grad.dtype))
         if layout == chain.accumulator and local.dtype == chain.accumulator_dtype:
             return local
         if pending is None:  # a whole gradient: it becomes a summand again, mostly without communication
@@ -381,7 +381,10 @@ class GradientStore:
                 value = value.clone(memory_format=contiguous) if chain.ends_in_slice else value.contiguous()
                 parameter.grad = _torch.dtensor.wrap_local(value, spec)
             else:
-                sums.append(_torch.dtensor.local_of(grad))
+                local = gradient_as(grad, spec)
+                if local is not _torch.dtensor.local_of(grad):
+                    parameter.grad = as_parameter(local, parameter)
+                sums.append(local)
                 addends.append(value)
         if sums:
             torch._foreach_add_(sums, addends)
@@ -416,12 +419,15 @@ class GradientStore:
 
     def wrap(self, name: str, local: torch.Tensor, layout: Layout) -> DTensor:
         """A gradient as the ``DTensor`` that ``.grad`` is."""
-        spec = self._specs.get((name, layout, local.dtype))
+        return _torch.dtensor.wrap_local(local, self._spec(name, layout, local.dtype))
+
+    def _spec(self, name: str, layout: Layout, dtype: torch.dtype) -> Any:
+        spec = self._specs.get((name, layout, dtype))
         if spec is None:
             parameter = self.parameters[name]
-            spec = _torch.dtensor.make_spec(self.mesh, to_dtensor_placements(layout), parameter.shape, local.dtype)
-            self._specs[name, layout, local.dtype] = spec
-        return _torch.dtensor.wrap_local(local, spec)
+            spec = _torch.dtensor.make_spec(self.mesh, to_dtensor_placements(layout), parameter.shape, dtype)
+            self._specs[name, layout, dtype] = spec
+        return spec
 
     def flush(self) -> None:
         """Reduces every gradient that is still a summand; a collective that all ranks enter alike."""
@@ -441,7 +447,9 @@ class GradientStore:
                 groups.setdefault((forms, chain.reduce_dtype, chain.rest_dtype), []).append(chain)
         self._pending.clear()
         for chains in groups.values():
-            locals_ = [_torch.dtensor.local_of(self.parameters[c.name].grad) for c in chains]  # type: ignore[arg-type]
+            grads: list[Any] = [self.parameters[c.name].grad for c in chains]
+            specs = [self._spec(c.name, c.accumulator, g.dtype) for c, g in zip(chains, grads, strict=True)]
+            locals_ = [gradient_as(grad, spec) for grad, spec in zip(grads, specs, strict=True)]
             finish = self._reduce(chains, locals_, [c.sync for c in chains], owned=True)
             for chain in chains:
                 self.parameters[chain.name].grad = None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from autoparallel import _torch
+from autoparallel._torch.dtensor import DTensorSpec
 from autoparallel.placements import Layout, from_dtensor_placements
 from autoparallel.placements.regions import own_region, whole_region
 
@@ -28,6 +32,34 @@ def local_view(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.T
 def part_like(whole: torch.Tensor, tensor: DTensor) -> torch.Tensor:
     """This rank's part of a whole tensor that is cut as a ``DTensor`` is, as a view."""
     return local_view(whole, from_dtensor_placements(tuple(tensor.placements)), tensor.device_mesh)
+
+
+def share_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """What this rank has of a whole tensor that lies on a mesh as placements say; of a sum over ranks, the first of
+    them has all of it, and the others zeros."""
+    layout = from_dtensor_placements(tuple(Replicate() if p.is_partial() else p for p in placements))
+    part = local_view(whole, layout, mesh)
+    coordinate = mesh.get_coordinate() or ()
+    is_first = not any(at and p.is_partial() for at, p in zip(coordinate, placements, strict=False))
+    return part if is_first else torch.zeros_like(part)
+
+
+def gradient_as(grad: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """This rank's share of a gradient, as a description says that it lies: a collective where the user has replaced it
+    by one that lies otherwise.
+
+    Raises:
+        RuntimeError: for a plain tensor.
+    """
+    if not isinstance(grad, DTensor):
+        raise RuntimeError(
+            f"the gradient of a parameter of shape {list(grad.shape)} was replaced by a plain tensor, where a DTensor "
+            "is expected\nWhat to change: p.grad = distribute_tensor(grad, p.device_mesh, p.placements)."
+        )
+    present = _torch.dtensor.spec_of(grad)
+    if present is spec or (present.placements == spec.placements and present.mesh == spec.mesh):
+        return _torch.dtensor.local_of(grad)
+    return share_of(_torch.dtensor.gather(grad), spec.mesh, spec.placements).contiguous().clone()
 
 
 def lies_elsewhere(tensor: torch.Tensor) -> bool:

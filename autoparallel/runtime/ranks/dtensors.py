@@ -33,7 +33,7 @@ from autoparallel import _torch
 from autoparallel.placements import from_dtensor_placements
 from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere, local_view, part_like
 from autoparallel.runtime.ranks.agreement import agree_on
-from autoparallel.runtime.ranks.writes import replicated, watch_positions
+from autoparallel.runtime.ranks.writes import keep, replicated, watch_writes
 
 _ATEN = torch.ops.aten
 _FILLED = ("exponential_", "geometric_", "cauchy_", "log_normal_", "random_")
@@ -56,7 +56,7 @@ def handle_operators(device: str) -> None:
         _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_SAMPLED), sample_whole)
         setattr(*_torch.nn.TRUNCATED_NORMAL, truncated_normal)
     _torch.dtensor.handle_operators([torch.ops.aten._local_scalar_dense.default], whole_number)
-    watch_positions()
+    watch_writes()
     _torch.dtensor.handle_operators((_ATEN.eye.out, _ATEN.eye.m_out), fill_whole)
     _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_TURNED), refuse_turning)
     watch_strides()
@@ -251,13 +251,34 @@ def on_lists(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     results: dict[int, Any] = {}
     with _torch.dtensor.leave_to_torch(operator):
         if len(indices) == 1 and None not in indices:
-            return operator(*args, **kwargs)
+            return _on_list(operator, args, kwargs)
         for mesh, some in indices.items():
             picked = [[arg[i] for i in some] if at in lists else arg for at, arg in enumerate(args)]
             if mesh is None:  # such as a temperature beside the model's parameters
                 picked = pytree.tree_map_only(DTensor, _torch.dtensor.gather, picked)
-            results |= zip(some, operator(*picked, **kwargs) or (), strict=False)
+                results |= zip(some, operator(*picked, **kwargs) or (), strict=False)
+            else:
+                results |= zip(some, _on_list(operator, picked, kwargs) or (), strict=False)
     return [results[i] for i in sorted(results)] or None
+
+
+def _on_list(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator makes of lists of one mesh; of the whole tensors, where torch cannot of parts or of summands, as
+    gradients are under ``no_sync()``."""
+    tensors = [x for x in args[0] if isinstance(x, DTensor)]
+    try:
+        return operator(*args, **kwargs)
+    except RuntimeError as error:
+        is_summed = any(p.is_partial() for x in tensors for p in x.placements)
+        if not (is_summed or isinstance(error, NotImplementedError)) or any(map(lies_elsewhere, tensors)):
+            raise
+    wholes, named = pytree.tree_map_only(DTensor, _torch.dtensor.gather, (list(args), dict(kwargs)))
+    results = operator(*wholes, **named)
+    if operator.overloadpacket.__name__.endswith("_"):
+        for whole, tensor in zip(wholes[0], args[0], strict=True):
+            keep(whole, tensor)
+        return results
+    return [replicated(x, tensors[0].device_mesh) for x in results]
 
 
 def on_stack(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

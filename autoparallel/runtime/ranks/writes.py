@@ -3,7 +3,8 @@
 A view of a ``DTensor`` that is cut along the dim which the view takes apart is a view of a gathered copy: torch makes
 that copy, writes to it and drops it, without a word.  Where a view is made, it is noted here what it is a view of, and
 how it came about; what is written to it then is written to the whole tensor, of which every rank keeps its part.  So is
-what torch cannot write to parts: ``weight[mask] = 0``, ``weight.copy_(plain)``.
+what torch cannot write to parts, ``weight[mask] = 0``, ``weight.copy_(plain)``, or to summands, of which a gradient
+consists under ``no_sync()``: ``weight.grad.clamp_(-1, 1)`` (see ``share_of``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.runtime.parameters.slices import lies_elsewhere, part_like
+from autoparallel.runtime.parameters.slices import lies_elsewhere, share_of
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
 
 _ATEN = torch.ops.aten
@@ -37,7 +38,6 @@ _INDEXED = (
     "scatter_add_", "scatter_reduce_",
 )  # fmt: skip
 """The operators that write to places which indices name: those of the whole tensor, which torch takes for a part's."""
-_POSITIONS = (*_INDEXED, "copy_", "fill_", "fill_diagonal_", "masked_fill_", "renorm_")
 _ORIGIN = "_autoparallel_origin"
 
 
@@ -85,7 +85,6 @@ def view(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
         before = origin or _Origin(source)
         setattr(part, _ORIGIN, _Origin(before.base, (*before.steps, step)))
-        _watch_writes()
     return result
 
 
@@ -101,7 +100,7 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
     """
     target = args[0]
     origin = getattr(target, _ORIGIN, None)
-    if origin is None and not (operator.overloadpacket.__name__ in _INDEXED and _can_gather(target)):
+    if origin is None and not (_is_lost(operator.overloadpacket.__name__, target) and _can_gather(target)):
         try:
             return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
@@ -120,17 +119,32 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
     whole = _torch.dtensor.gather(origin.base)
     part = origin.follow(whole)
     operator(part, *rest, **named)
-    _torch.dtensor.local_of(origin.base).copy_(part_like(whole, origin.base))
+    keep(whole, origin.base)
     if target is not origin.base:
         _torch.dtensor.become(target, replicated(part, target.device_mesh))
     return target
 
 
+def _is_lost(name: str, target: Tensor) -> bool:
+    """Whether torch writes something else than meant, without a word: by indices to a part, a number to a summand."""
+    return name in _INDEXED or name == "fill_" and isinstance(target, DTensor) and _is_summed(target)
+
+
+def _is_summed(tensor: DTensor) -> bool:
+    return any(p.is_partial() for p in tensor.placements)
+
+
+def keep(whole: Tensor, target: DTensor) -> None:
+    """Gives a ``DTensor`` the values of a whole tensor; what ranks have norms or maxima of lies whole from now on."""
+    if any(p.is_partial() and not p.is_partial("sum") for p in target.placements):
+        _torch.dtensor.become(target, replicated(whole, target.device_mesh))
+    else:
+        _torch.dtensor.local_of(target).copy_(share_of(whole, target.device_mesh, target.placements))
+
+
 def _can_gather(target: Tensor) -> bool:
-    """Whether a tensor lies on a mesh that models are compiled for, and is no sum over its ranks."""
-    if not isinstance(target, DTensor) or any(p.is_partial() for p in target.placements):
-        return False
-    return agreement_over(target.device_mesh) is not None
+    """Whether a tensor lies on a mesh that models are compiled for."""
+    return isinstance(target, DTensor) and agreement_over(target.device_mesh) is not None
 
 
 def _require_same(target: DTensor, operator: Any, operands: Any) -> None:
@@ -153,14 +167,7 @@ def replicated(value: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 @cache
-def watch_positions() -> None:
-    """Has views followed, and writes carried out that torch cannot make on parts."""
+def watch_writes() -> None:
+    """Has views followed, and writes carried out that torch cannot make on parts or summands."""
     _torch.dtensor.handle_operators(_VIEWS, view)
-    _torch.dtensor.handle_first(_torch.dtensor.operators_of(_POSITIONS), write)
-
-
-@cache
-def _watch_writes() -> None:
-    """Has all writes noticed: from the first view on that would lose them."""
-    names = _torch.dtensor.names_in_place()
-    _torch.dtensor.handle_first(_torch.dtensor.operators_of({*names} - {*_POSITIONS}), write)
+    _torch.dtensor.handle_first(_torch.dtensor.operators_of(_torch.dtensor.names_in_place()), write)
