@@ -193,16 +193,33 @@ def place_of(error: BaseException) -> object:
     return type(error), [(f.filename, f.lineno) for f in frames[-1:]]
 
 
-def is_raised_by_model(error: Exception) -> bool:
-    """Whether an error comes of a ``raise`` or an ``assert`` of the model, or of a library of its, and of no other
-    error: torch fails otherwise on tensors without memory than on those of the call."""
+def is_raised_by_model(error: BaseException) -> bool:
+    """Whether an error comes of a ``raise`` or an ``assert`` of the model, or of a library of its, and of no other error
+    that only a trace has: torch fails otherwise on tensors without memory than on those of the call."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is None or error.__context__ is not None or not _own_frames(traceback.extract_tb(trace)):
+    if trace is None or not _own_frames(traceback.extract_tb(trace)):
+        return False
+    context = error.__context__
+    if context is not None and not (is_raised_by_model(context) or _fails_on_values(context)):
         return False
     code = trace.tb_frame.f_code.co_code
     return dis.opname[code[trace.tb_lasti]] == "RAISE_VARARGS"
+
+
+def _fails_on_values(error: BaseException) -> bool:
+    """Whether Python or torch raises an error for the tensors of a call as well, such as for their shapes: of what
+    tensors without memory cannot do, torch says so."""
+    kinds = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, ZeroDivisionError)
+    return type(error) in kinds and not _OF_A_TRACE.search(str(error))
+
+
+_OF_A_TRACE = re.compile(
+    r"data-dependent|could not guard|numpy|data pointer|storage|subclass|fake|meta|symbol|symint|proxy|export|dynamo"
+    r"|dispatch|generator|unbacked|functional",
+    re.IGNORECASE,
+)
 
 
 def explain_failure(error: Exception, model: nn.Module, in_loss: bool) -> str:
