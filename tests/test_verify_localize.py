@@ -93,6 +93,15 @@ def test_groups_that_are_the_rows_of_the_batch_are_cut_with_them() -> None:
     assert program_deviation(task, captured, plan, task.batch(1), RandomState(0, 0), 1e-9) is None
 
 
+def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
+    model = nn.Sequential(nn.Embedding(99, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 99))
+    ids, target = torch.randint(0, 99, (2, 8)), torch.randint(0, 99, (8,))
+    task = make_task(model, (2, 2), (ids[0], target), torch.nn.functional.cross_entropy, dtype=torch.float64)
+    captured, plan = _plan(task, "tensor_parallel")
+    assert any("pad_rows" in key and "shard:...0" in modes for key, modes in plan.operators.items())
+    assert program_deviation(task, captured, plan, task.batch(1), RandomState(0, 0), 1e-9) is None
+
+
 @pytest.fixture
 def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs whose operators are wrong are run: the verifier, which refuses them, is off."""
