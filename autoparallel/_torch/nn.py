@@ -93,4 +93,6 @@ IS_CAUSAL_MASK = (transformer, "_detect_is_causal_mask")
 TRUNCATED_NORMAL = (torch.nn.init, "_no_grad_trunc_normal_")
 """What ``torch.nn.init.trunc_normal_`` calls."""
 
+ORTHOGONAL = (torch.nn.init, "orthogonal_")
+
 __all__ = ["BackwardHook", "BatchNorm", "modules", "pack_padded_sequence"]  # torch's own, handed on

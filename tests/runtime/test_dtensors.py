@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -134,8 +134,14 @@ def _other_draws(plan: str) -> dict[str, float]:
                 draw(m.weight)
         found[name] = float((model.weight.full_tensor() - plain.weight).detach().abs().max())
         found[f"the number after {name}"] = float(torch.rand(1) - torch.rand(1, generator=_after(draw)))
-    turned = raised(lambda: nn.init.orthogonal_(torch.empty_like(model.weight.detach())[:4]))
+    turned = raised(lambda: torch.empty_like(model.weight.detach()).t_())
     found["turned"] = float("model.whole()" not in (turned or ""))
+    wide = torch.empty(4, 8, dtype=torch.float64)
+    cut = distribute_tensor(wide.clone(), mesh, [Shard(1)])
+    for tensor in (wide, cut):
+        torch.manual_seed(3)
+        nn.init.orthogonal_(tensor, gain=2.0)
+    found["a wide orthogonal_"] = float((cut.full_tensor() - wide).abs().max())
     return found
 
 

@@ -20,7 +20,7 @@ tensor that lies on another stage, where torch says 0.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import Any, NoReturn
 
 import torch
@@ -55,6 +55,7 @@ def handle_operators(device: str) -> None:
         _torch.dtensor.handle_operators(drawn, draw_whole)
         _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_SAMPLED), sample_whole)
         setattr(*_torch.nn.TRUNCATED_NORMAL, truncated_normal)
+    setattr(*_torch.nn.ORTHOGONAL, orthogonal)
     _torch.dtensor.handle_operators([torch.ops.aten._local_scalar_dense.default], whole_number)
     watch_writes()
     _torch.dtensor.handle_operators((_ATEN.eye.out, _ATEN.eye.m_out), fill_whole)
@@ -147,6 +148,19 @@ def truncated_normal(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 _TRUNCATED_NORMAL: Any = getattr(*_torch.nn.TRUNCATED_NORMAL)
 
 
+@wraps(getattr(*_torch.nn.ORTHOGONAL))
+def orthogonal(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``nn.init.orthogonal_``, which exchanges dims in place where a weight is wide, as no ``DTensor`` can."""
+    if not isinstance(tensor, DTensor):
+        return _ORTHOGONAL(tensor, *args, **kwargs)
+    with torch.no_grad():
+        drawn: Tensor = draw_whole(_ORTHOGONAL, (tensor, *args), kwargs)
+        return drawn
+
+
+_ORTHOGONAL: Any = getattr(*_torch.nn.ORTHOGONAL)
+
+
 @cache
 def watch_strides() -> None:
     """Has the refusal of strides say what to write instead."""
@@ -172,9 +186,9 @@ def take_strides(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mappi
 def refuse_turning(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
     """Raises RuntimeError: the shape of a ``DTensor`` is that which it was made with."""
     raise RuntimeError(
-        f"{operator} exchanges dims in place, as nn.init.orthogonal_ does of a wide weight, which a DTensor cannot\n"
-        "What to change: use x.transpose(...); initialise such a weight before compile(), or whole (with model.whole() "
-        "as plain: nn.init.orthogonal_(plain.layer.weight))."
+        f"{operator} exchanges dims in place, as orthogonal_ imported from nn.init does of a wide weight, which a "
+        "DTensor cannot\nWhat to change: use x.transpose(...); write nn.init.orthogonal_(weight), or initialise such a "
+        "weight whole (with model.whole() as plain: orthogonal_(plain.layer.weight))."
     )
 
 
