@@ -335,9 +335,9 @@ class Compiler:
             slices = other_slices(self.mesh, PIPELINE_AXIS, store.mesh)
             note_stages(slices)
             homes = {name: slices[self.owners[name]] for name in store.parameters}
-        if any(_torch.dtensor.local_of(t).is_meta for t in [*store.parameters.values(), *self.model.buffers()]):
-            materialize(self.model, layouts, self.mesh, whole_group(bind(self.mesh)), homes)
         with aliases_kept(store.parameters):
+            if any(_torch.dtensor.local_of(t).is_meta for t in [*store.parameters.values(), *self.model.buffers()]):
+                materialize(self.model, layouts, self.mesh, whole_group(bind(self.mesh)), homes)
             for name, parameter in store.parameters.items():
                 try:
                     lay_out(parameter, layouts[name], homes[name])

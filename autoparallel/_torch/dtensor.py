@@ -18,6 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 from torch.distributed.tensor.placement_types import Replicate
+from torch.utils import _pytree as pytree
 
 
 def make_spec(
@@ -66,6 +67,24 @@ def gather(tensor: DTensor) -> torch.Tensor:
 def become(tensor: DTensor, other: DTensor) -> None:
     """Has a ``DTensor`` lie as another of its shape does, and share its memory."""
     tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
+
+
+class _Unreadable(torch.Tensor):
+    """A tensor without memory, all use of which raises."""
+
+    words: str
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError(next(x.words for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)))
+
+
+def make_unreadable(tensor: DTensor, words: str) -> None:
+    """Has everything that is computed of a ``DTensor`` raise RuntimeError with these words."""
+    local = tensor._local_tensor
+    unreadable = torch.Tensor._make_wrapper_subclass(_Unreadable, local.shape, dtype=local.dtype, device=local.device)
+    unreadable.words = words
+    tensor._local_tensor = unreadable
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

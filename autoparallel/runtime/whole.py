@@ -22,6 +22,7 @@ from autoparallel.comm.world import PIPELINE_AXIS
 from autoparallel.placements import Layout, Replicate, from_dtensor_placements
 from autoparallel.placements.redistribution import BUCKET_BYTES, Step
 from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.parameters.parts import make_again
 from autoparallel.runtime.parameters.slices import lies_elsewhere, part_like
 from autoparallel.runtime.parameters.state import broadcast, in_batches, slots
 
@@ -121,6 +122,7 @@ class WholeModel:
         with torch.no_grad():
             for _, _, parameter in places:
                 _take_back(parameter, full[id(parameter)])
+                make_again(parameter, full[id(parameter)].detach())  # type: ignore[arg-type]
 
 
 def _differs(full: torch.Tensor, parameter: torch.Tensor) -> bool:

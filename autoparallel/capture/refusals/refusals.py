@@ -194,8 +194,8 @@ def place_of(error: BaseException) -> object:
 
 
 def is_raised_by_model(error: BaseException) -> bool:
-    """Whether an error comes of a ``raise`` or an ``assert`` of the model, or of a library of its, and of no other error
-    that only a trace has: torch fails otherwise on tensors without memory than on those of the call."""
+    """Whether an error comes of a ``raise`` or an ``assert`` of the model, or of a library of its, and of no other
+    error of a trace alone: torch fails otherwise on tensors without memory than on those of the call."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -49,6 +49,7 @@ from autoparallel.runtime.parameters.hooks import (
     has_accumulated_hooks,
     has_gradient_hooks,
 )
+from autoparallel.runtime.parameters.parts import note_changes
 from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, lies_elsewhere
 
 
@@ -284,6 +285,7 @@ class GradientStore:
                     self._call_hooks()
             finally:
                 self._complete = {}
+                note_changes(_torch.tensors.grads_of(self.parameters.values()))
 
     def sum_uses(self, rows: Rows) -> Tensors:
         """One gradient for each parameter, in the layout in which those of its uses add up."""

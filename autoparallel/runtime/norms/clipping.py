@@ -36,6 +36,7 @@ from autoparallel.runtime.norms.limits import (
     require_nonfinite,
 )
 from autoparallel.runtime.norms.program import NormProgram
+from autoparallel.runtime.parameters.parts import note_changes
 
 Mark = tuple[int, int, int]
 Place = tuple[int, int, torch.dtype]
@@ -108,6 +109,7 @@ class Clipper:
         self._scale(runs, norms, limits)
         if nonfinite == "skip":
             self._skip_nonfinite(norms, grads)
+        note_changes(grads.values())
         self.last_norm = limits.result(self._visible(norms, grads))
         return self.last_norm
 
@@ -126,6 +128,7 @@ class Clipper:
         if runs:
             torch._foreach_clamp_min_(runs, -float(value))
             torch._foreach_clamp_max_(runs, float(value))
+        note_changes(grads.values())
 
     # -- what an optimizer's step asks for --------------------------------------------------------------------------
 

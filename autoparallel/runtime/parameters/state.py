@@ -22,7 +22,7 @@ from autoparallel.graph.plain_tensors import REPLACED
 from autoparallel.placements import Invariant, Layout, to_dtensor_placements
 from autoparallel.runtime.parameters.hooks import move_hooks, require_own_hooks
 from autoparallel.runtime.parameters.initial_values import find_units, set_already
-from autoparallel.runtime.parameters.slices import as_parameter, local_slice
+from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, local_slice
 from autoparallel.text import LOGGER
 
 T = TypeVar("T")
@@ -136,14 +136,13 @@ def lay_out(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
     before = _torch.dtensor.spec_of(parameter)  # type: ignore[arg-type]
     if before.placements == placements and before.mesh == mesh:
         return
-    grad, parameter.grad = parameter.grad, None
-    if grad is not None:
-        raise RuntimeError(
-            "it has a gradient before its layout is planned\nWhat to change: call zero_grad() before the first call."
-        )
+    grad, parameter.grad = parameter.grad, None  # of a penalty that came before
     with torch.no_grad():
         local = local_slice(_torch.dtensor.local_of(parameter).detach(), layout, mesh)
     _swap(parameter, _remade(parameter, _torch.dtensor.from_part(local, mesh, placements, parameter.shape)))
+    if grad is not None:
+        local = gradient_as(grad, _torch.dtensor.spec_of(parameter))  # type: ignore[arg-type]
+        parameter.grad = as_parameter(local, parameter)
 
 
 ALIASED = (

@@ -31,9 +31,10 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.placements import from_dtensor_placements
+from autoparallel.runtime.parameters.parts import note_changes, origin_of, replicated
 from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere, local_view, part_like
 from autoparallel.runtime.ranks.agreement import agree_on
-from autoparallel.runtime.ranks.writes import keep, replicated, watch_writes
+from autoparallel.runtime.ranks.writes import keep, watch_writes
 
 _ATEN = torch.ops.aten
 _FILLED = ("exponential_", "geometric_", "cauchy_", "log_normal_", "random_")
@@ -280,15 +281,21 @@ def _on_list(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     """What an operator makes of lists of one mesh; of the whole tensors, where torch cannot of parts or of summands, as
     gradients are under ``no_sync()``."""
     tensors = [x for x in args[0] if isinstance(x, DTensor)]
+    is_write = operator.overloadpacket.__name__.endswith("_")
     try:
-        return operator(*args, **kwargs)
+        results = operator(*args, **kwargs)
+        if is_write:
+            note_changes(args[0])
+            for part in filter(origin_of, tensors):  # the copy has been written to
+                part.copy_(part.clone())
+        return results
     except RuntimeError as error:
         is_summed = any(p.is_partial() for x in tensors for p in x.placements)
         if not (is_summed or isinstance(error, NotImplementedError)) or any(map(lies_elsewhere, tensors)):
             raise
     wholes, named = pytree.tree_map_only(DTensor, _torch.dtensor.gather, (list(args), dict(kwargs)))
     results = operator(*wholes, **named)
-    if operator.overloadpacket.__name__.endswith("_"):
+    if is_write:
         for whole, tensor in zip(wholes[0], args[0], strict=True):
             keep(whole, tensor)
         return results

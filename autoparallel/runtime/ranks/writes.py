@@ -9,18 +9,17 @@ consists under ``no_sync()``: ``weight.grad.clamp_(-1, 1)`` (see ``share_of``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.runtime.parameters.parts import Origin, make_again, note_changes, note_origin, origin_of, replicated
 from autoparallel.runtime.parameters.slices import lies_elsewhere, share_of
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
 
@@ -38,26 +37,6 @@ _INDEXED = (
     "scatter_add_", "scatter_reduce_",
 )  # fmt: skip
 """The operators that write to places which indices name: those of the whole tensor, which torch takes for a part's."""
-_ORIGIN = "_autoparallel_origin"
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """What a view is a view of.
-
-    Attributes:
-        base: the tensor whose memory it would share on one device.
-        steps: makes it of the whole base.
-    """
-
-    base: DTensor
-    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
-
-    def follow(self, whole: Tensor) -> Tensor:
-        """The view of the whole base."""
-        for step in self.steps:
-            whole = step(whole)
-        return whole
 
 
 def view(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -74,7 +53,7 @@ def view(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             result, is_gathered = operator(_torch.dtensor.gather(source), *rest, **kwargs), True
     if is_gathered:
         result = pytree.tree_map_only(Tensor, lambda x: replicated(x, source.device_mesh), result)
-    origin = getattr(source, _ORIGIN, None)
+    origin = origin_of(source)
     for number, part in enumerate([result] if isinstance(result, Tensor) else result):
         if origin is None and not is_gathered and _is_cut_alike(part, source):
             continue
@@ -83,8 +62,8 @@ def view(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             again = operator(x, *rest, **kwargs)
             return again if isinstance(again, Tensor) else again[number]
 
-        before = origin or _Origin(source)
-        setattr(part, _ORIGIN, _Origin(before.base, (*before.steps, step)))
+        before = origin or Origin(source)
+        note_origin(part, Origin(before.base, (*before.steps, step)))
     return result
 
 
@@ -99,10 +78,12 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
         RuntimeError: where the first operand is a plain tensor.
     """
     target = args[0]
-    origin = getattr(target, _ORIGIN, None)
+    origin = origin_of(target)
     if origin is None and not (_is_lost(operator.overloadpacket.__name__, target) and _can_gather(target)):
         try:
-            return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
+            result = _torch.dtensor.carry_out(earlier, operator, args, kwargs)
+            note_changes([target])
+            return result
         except (RuntimeError, NotImplementedError) as error:
             if not isinstance(target, DTensor):
                 raise RuntimeError(
@@ -111,7 +92,7 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
                 ) from error
             if not _can_gather(target):
                 raise
-    origin = origin or _Origin(target)
+    origin = origin or Origin(target)
     _require_same(target, operator, (args[1:], kwargs))
     if lies_elsewhere(target):
         return target
@@ -120,8 +101,7 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
     part = origin.follow(whole)
     operator(part, *rest, **named)
     keep(whole, origin.base)
-    if target is not origin.base:
-        _torch.dtensor.become(target, replicated(part, target.device_mesh))
+    make_again(origin.base, whole)
     return target
 
 
@@ -159,11 +139,6 @@ def _is_cut_alike(part: DTensor, source: DTensor) -> bool:
     """Whether what is written to a view of a rank's part is written to that of the view."""
     a, b = (_torch.tensors.storage_mark(_torch.dtensor.local_of(x)) for x in (part, source))
     return a == b and all(type(p) in (Shard, Replicate) for p in part.placements)
-
-
-def replicated(value: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A ``DTensor`` of which every rank has all."""
-    return _torch.dtensor.from_part(value.contiguous(), mesh, (Replicate(),) * mesh.ndim, value.shape)
 
 
 @cache

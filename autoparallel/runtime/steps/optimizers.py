@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from autoparallel import _torch
 from autoparallel.graph.plain_tensors import REPLACED
 from autoparallel.runtime.norms.clipping import Clipper
+from autoparallel.runtime.parameters.parts import note_changes
 from autoparallel.runtime.steps.host_steps import HostStep
 from autoparallel.runtime.steps.local_steps import LocalStep, Part, part_of, take_back, twin_of
 from autoparallel.runtime.steps.owned_steps import step_by_owners
@@ -215,3 +216,6 @@ def _undo(optimizer: torch.optim.Optimizer) -> ExitStack:
 def _after_step(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
     if optimizer in _UNDONE:
         _UNDONE.pop(optimizer).close()
+    states = chain.from_iterable(state.values() for state in optimizer.state.values())
+    grads = (parameter.grad for parameter in _parameters_of(optimizer))  # which the step may have clipped
+    note_changes(chain(_parameters_of(optimizer), grads, (x for x in states if isinstance(x, torch.Tensor))))

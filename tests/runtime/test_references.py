@@ -1,0 +1,140 @@
+"""What a loop keeps of parameters and gradients has their values, or says that it has those of then."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoparallel
+from tests.runtime.support import mesh_of, off, parameters_off, raised, run_on_ranks
+
+WIDTH = 6
+
+
+def _pair(plan: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)).double()
+    return plain, autoparallel.compile(copy.deepcopy(plain), mesh_of(2), plan=plan)
+
+
+KEPT: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda p: p,
+    "detach": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "transpose": lambda p: p.detach().t(),
+    "row": lambda p: p.detach()[0],
+    "element": lambda p: p.detach()[3, 2],
+    "flat": lambda p: p.detach().view(-1)[4:30],
+    "chunk": lambda p: p.detach().chunk(3)[1],
+}
+SAME = ("itself", "detach", "data", "transpose")
+
+
+def _kept(plan: str) -> dict[str, Any]:
+    plain, model = _pair(plan)
+    both: tuple[Any, ...] = (plain, model)
+    x = torch.randn(8, WIDTH, dtype=torch.float64)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in both]
+    found: dict[str, Any] = {}
+
+    def keep() -> list[dict[str, Tensor]]:
+        return [{name: view(m.get_parameter("0.weight")) for name, view in KEPT.items()} for m in both]
+
+    def compare(when: str, plains: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
+        for name in KEPT:
+            words = raised(lambda name=name: found.__setitem__(f"{name} {when}", off(ours[name], plains[name])))
+            if words:
+                found[f"{name} {when}"] = words
+
+    def step() -> None:
+        for m, optimizer in zip(both, optimizers, strict=True):
+            m(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step()
+    kept = keep()
+    compare("at once", *kept)
+    with torch.no_grad():
+        for views in kept:
+            views["row"].mul_(2.0)
+            views["flat"].add_(1.0)
+    compare("after writes to views", *kept)
+    step()
+    compare("after a step", *kept)
+    with torch.no_grad():
+        for views in kept:
+            views["row"].mul_(2.0)
+    compare("after a write to an old view", *kept)
+    with torch.no_grad():
+        for m in both:
+            m.get_parameter("0.weight").mul_(0.5)
+            torch._foreach_mul_([m.get_parameter("0.weight")[1]], 3.0)
+    found["parameters"] = parameters_off(model, plain)
+    for m in both:
+        m(x).square().mean().backward()
+    rows = [m.get_parameter("0.weight").grad[0] for m in both]
+    for m in both:
+        m(x).square().mean().backward()
+    words = raised(lambda: found.__setitem__("gradient", off(rows[1], rows[0])))
+    found["gradient"] = words or found["gradient"]
+    return found
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
+def test_views_have_the_values_of_now_or_say_that_they_have_not(plan: str) -> None:
+    for found in run_on_ranks(_kept, plan, world_size=2):
+        refused = {k for k, v in found.items() if isinstance(v, str)}
+        assert {k: v for k, v in found.items() if isinstance(v, float) and not v < 1e-12} == {}
+        assert all("take it again" in found[k] for k in refused), found
+        assert not any(k.startswith(SAME) or k.endswith("at once") for k in refused)
+        assert "row after a write to an old view" not in refused
+        assert plan != "fsdp" or {"row after a step", "gradient"} <= refused
+
+
+def _penalty_first(plan: str, accumulates: bool) -> float:
+    """A penalty whose backward comes before the model's first call, and before its own in every step."""
+    plain, model = _pair(plan)
+    x = torch.randn(2, 8, WIDTH, dtype=torch.float64)
+    for m in (plain, model):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        for _ in range(3):
+            with m.no_sync() if accumulates and m is model else contextlib.nullcontext():
+                (0.1 * sum(p.square().sum() for p in m.parameters())).backward()  # type: ignore[union-attr]
+                m(x[0]).square().mean().backward()
+            m(x[1]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return parameters_off(model, plain)
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
+@pytest.mark.parametrize("accumulates", [False, True], ids=["synchronising", "no_sync"])
+def test_a_penalty_may_come_before_the_model(plan: str, accumulates: bool) -> None:
+    assert max(run_on_ranks(_penalty_first, plan, accumulates, world_size=2)) < 1e-12
+
+
+def _meta(plan: str) -> dict[str, float]:
+    """What a loop keeps of a model on the meta device, before it has values."""
+    with torch.device("meta"):
+        plain = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+    model = autoparallel.compile(plain, mesh_of(2), plan=plan)
+    kept = {name: KEPT[name](model.get_parameter("0.weight")) for name in ("itself", "detach", "data")}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(8, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: off(view, model.get_parameter("0.weight")) for name, view in kept.items()}
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
+def test_references_to_a_model_on_the_meta_device_get_its_values(plan: str) -> None:
+    for found in run_on_ranks(_meta, plan, world_size=2):
+        assert max(found.values()) == 0.0, found
