@@ -215,6 +215,9 @@ def _fails_on_values(error: BaseException) -> bool:
     return type(error) in kinds and not _OF_A_TRACE.search(str(error))
 
 
+_NO_INPUT = re.compile(r"Unsupported input type|Unfamiliar meta val|^expected \d+ shapes, got \d+")
+"""What ``torch.export`` says of arguments that it does not take."""
+
 _OF_A_TRACE = re.compile(
     r"data-dependent|could not guard|numpy|data pointer|storage|subclass|fake|meta|symbol|symint|proxy|export|dynamo"
     r"|dispatch|generator|unbacked|functional",
@@ -271,6 +274,12 @@ def explain_failure(error: Exception, model: nn.Module, in_loss: bool) -> str:
     elif "Unsupported input type" in text and "BlockMask" in text:
         text = "a BlockMask is passed in, which torch cannot trace"
         advice = "make it inside of the model, of tensors that are passed in, or keep it as an attribute of the model"
+    elif _NO_INPUT.search(text):
+        text = "an argument is neither a tensor nor a number, a string or None, nor a container of these"
+        advice = (
+            "set a function, a dtype, a device, an enum or a module as an attribute of the model (model.act = "
+            "torch.tanh), which belongs to the kind of call, or pass a string or a number that says which to take"
+        )
     elif kind == "UncapturedHigherOrderOpError":
         advice = next((line.strip().removeprefix("Hint: ") for line in text.splitlines() if "Hint: " in line), "")
         text = next((line for line in text.splitlines()[1:] if line.strip()), text)

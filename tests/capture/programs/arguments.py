@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.capture.programs.inplace import Two
 from tests.capture.registry import loop, program
@@ -72,3 +73,36 @@ class AddsUnderATuple(Two):
     def forward(self, batch: dict[Any, Tensor]) -> Tensor:
         batch[2, 3] = self.a(batch[1, 2])
         return self.b(batch[2, 3])
+
+
+class Kind(enum.Enum):
+    WIDE = 1
+
+
+class TakesAny(Two):
+    """A forward that is told by an object what to do."""
+
+    def forward(self, x: Tensor, what: Any) -> Tensor:
+        h = self.a(x)
+        h = h.to(what) if isinstance(what, torch.dtype) else what(h) if callable(what) else h
+        return self.b(h)
+
+
+@program(batch=lambda step: (numbers(8, 8, seed=step), torch.tanh), refused=r"attribute of the model", line=False)
+def a_function_is_passed_in() -> nn.Module:
+    return TakesAny()
+
+
+@program(batch=lambda step: (numbers(8, 8, seed=step), torch.float64), refused=r"attribute of the model", line=False)
+def a_dtype_is_passed_in() -> nn.Module:
+    return TakesAny()
+
+
+@program(batch=lambda step: (numbers(8, 8, seed=step), nn.Tanh()), refused=r"attribute of the model", line=False)
+def a_module_is_passed_in() -> nn.Module:
+    return TakesAny()
+
+
+@program(batch=lambda step: (numbers(8, 8, seed=step), Kind.WIDE), refused=r"attribute of the model", line=False)
+def an_enum_is_passed_in() -> nn.Module:
+    return TakesAny()
