@@ -6,6 +6,7 @@ by reference: what is changed in them in place is seen.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -14,12 +15,65 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoparallel.graph.python_state import is_data
 
 REPLACED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """What ``compile()`` has put in the place of a plain parameter, which the model may hold in a list of its own, too."""
+
+
+class PlainParameter(nn.Parameter):
+    """A plain parameter in whose place ``compile()`` has put another: its values are no longer the model's.
+
+    Attributes:
+        path: its name in the model.
+    """
+
+    path: str
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A copy of the other, which a copy of a model has in its lists, too."""
+        twin: torch.Tensor = copy.deepcopy(REPLACED[self], memo)
+        return twin
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OF_FORM:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        path = next(x.path for x in pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(x, cls))
+        raise RuntimeError(
+            f"the plain parameter {path} is used, in whose place compile() has put another, which is trained\n"
+            "What to change: take parameters from the compiled model after compile() (params = "
+            "list(model.parameters())); what shares one with it (a loss, a second model) becomes part of the model "
+            "that is compiled."
+        )
+
+
+def _readers(*names: str) -> list[Any]:
+    return [getattr(torch.Tensor, name).__get__ for name in names]
+
+
+_OF_FORM = {
+    torch.Tensor.__hash__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex, torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.is_contiguous,
+    torch.Tensor.element_size, torch.Tensor.nelement,
+    *_readers(
+        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn", "is_meta",
+        "is_cpu", "is_cuda", "is_nested", "is_sparse", "itemsize", "nbytes", "_version", "_post_accumulate_grad_hooks",
+        "_backward_hooks",
+    ),
+}  # fmt: skip
+"""What tells of a tensor how it is, not what it holds."""
+
+
+def note_replaced(parameter: nn.Parameter, new: nn.Parameter, path: str) -> None:
+    """Notes what is in the place of a plain parameter from now on, of which only the form is told any more."""
+    REPLACED[parameter] = new
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = PlainParameter
+        parameter.__dict__["path"] = path
 
 
 def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 import autoparallel
 from autoparallel import operators
+from autoparallel.graph.plain_tensors import REPLACED, PlainParameter
 from tests.devices import DEVICE, on_device
 
 STEPS = 3
@@ -264,6 +265,8 @@ def frozen(value: Any, grad: bool = False) -> Any:
     """A copy of a structure that nothing changes any more."""
     if isinstance(value, FakeTensor):
         return Unlike("a FakeTensor")
+    if isinstance(value, PlainParameter):  # in a list of the model's own
+        value = REPLACED[value]
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, Tensor):

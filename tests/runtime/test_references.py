@@ -98,6 +98,40 @@ def test_views_have_the_values_of_now_or_say_that_they_have_not(plan: str) -> No
         assert plan != "fsdp" or {"row after a step", "gradient"} <= refused
 
 
+def test_parameters_of_the_plain_model_say_that_others_are_trained() -> None:
+    plain = nn.Linear(WIDTH, 8)
+    before = list(plain.parameters())
+    graph = before[0].square().sum()
+    model = autoparallel.compile(plain)
+    model(torch.ones(8, WIDTH)).square().mean().backward()
+    for use in (lambda: before[0].detach(), lambda: before[0].sum(), lambda: str(before[0]), lambda: before[0] + 1):
+        assert "the plain parameter weight is used" in raised(use)
+    assert "a gradient comes to the plain parameter weight" in raised(graph.backward)
+    assert before[0].shape == (8, WIDTH) and {p: 1 for p in before}[before[1]] == 1
+
+
+class Listed(nn.Module):
+    """A model that has its weight in a list of its own, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 8)
+        self.weights = [self.layer.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weights[0].T
+
+
+def test_a_copy_of_a_model_has_its_parameters_in_its_lists() -> None:
+    model = autoparallel.compile(Listed())
+    x = torch.ones(8, WIDTH)
+    model(x).sum().backward()
+    twin: Any = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.get_parameter("layer.weight").mul_(2.0)
+    assert off(twin(x), 2 * model(x)) < 1e-6
+
+
 def _penalty_first(plan: str, accumulates: bool) -> float:
     """A penalty whose backward comes before the model's first call, and before its own in every step."""
     plain, model = _pair(plan)

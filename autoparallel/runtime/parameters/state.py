@@ -18,7 +18,7 @@ from autoparallel import _torch
 from autoparallel.comm.groups import as_bytes
 from autoparallel.comm.world import elsewhere
 from autoparallel.graph.garbage import FEW, collected_rarely
-from autoparallel.graph.plain_tensors import REPLACED
+from autoparallel.graph.plain_tensors import REPLACED, note_replaced
 from autoparallel.placements import Invariant, Layout, to_dtensor_placements
 from autoparallel.runtime.parameters.hooks import move_hooks, require_own_hooks
 from autoparallel.runtime.parameters.initial_values import find_units, set_already
@@ -68,9 +68,10 @@ def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
             whole = parameter.detach().contiguous()
             new = _remade(parameter, _torch.dtensor.from_part(whole, mesh, layout, whole.shape))
             move_hooks(parameter, new)
-            replacements[id(parameter)] = REPLACED[parameter] = new
+            replacements[id(parameter)] = new
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(_refuse_gradient, names[id(parameter)]))
+            note_replaced(parameter, new, names[id(parameter)])
         module._parameters[name] = replacements[id(parameter)]
 
 
