@@ -285,7 +285,7 @@ class GradientStore:
                     self._call_hooks()
             finally:
                 self._complete = {}
-                note_changes(_torch.tensors.grads_of(self.parameters.values()))
+                note_changes(parameter.grad for parameter in self.parameters.values())
 
     def sum_uses(self, rows: Rows) -> Tensors:
         """One gradient for each parameter, in the layout in which those of its uses add up."""
