@@ -277,22 +277,29 @@ def on_lists(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     return [results[i] for i in sorted(results)] or None
 
 
+_LINEAR = frozenset({
+    _ATEN._foreach_mul_.Scalar, _ATEN._foreach_div_.Scalar, _ATEN._foreach_neg_.default, _ATEN._foreach_zero_.default,
+})  # fmt: skip
+"""What may be written to each summand of a sum over ranks; of other operators some releases of torch do it, too."""
+
+
 def _on_list(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an operator makes of lists of one mesh; of the whole tensors, where torch cannot of parts or of summands, as
     gradients are under ``no_sync()``."""
     tensors = [x for x in args[0] if isinstance(x, DTensor)]
     is_write = operator.overloadpacket.__name__.endswith("_")
-    try:
-        results = operator(*args, **kwargs)
-        if is_write:
-            note_changes(args[0])
-            for part in filter(origin_of, tensors):  # the copy has been written to
-                part.copy_(part.clone())
-        return results
-    except RuntimeError as error:
-        is_summed = any(p.is_partial() for x in tensors for p in x.placements)
-        if not (is_summed or isinstance(error, NotImplementedError)) or any(map(lies_elsewhere, tensors)):
-            raise
+    is_summed = any(p.is_partial() for x in tensors for p in x.placements)
+    if not is_write or not is_summed or operator in _LINEAR or any(map(lies_elsewhere, tensors)):
+        try:
+            results = operator(*args, **kwargs)
+            if is_write:
+                note_changes(args[0])
+                for part in filter(origin_of, tensors):  # the copy has been written to
+                    part.copy_(part.clone())
+            return results
+        except RuntimeError as error:
+            if not (is_summed or isinstance(error, NotImplementedError)) or any(map(lies_elsewhere, tensors)):
+                raise
     wholes, named = pytree.tree_map_only(DTensor, _torch.dtensor.gather, (list(args), dict(kwargs)))
     results = operator(*wholes, **named)
     if is_write:
