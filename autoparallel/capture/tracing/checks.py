@@ -137,7 +137,7 @@ def _passing_answer(code: CodeType, offset: int) -> bool | None:
     to nothing but an error."""
     instructions = list(dis.get_instructions(code))
     at = next(i for i, instruction in enumerate(instructions) if instruction.offset == offset)
-    if instructions[at].opname.startswith(("CALL", "PRECALL")):
+    if instructions[at].opname.startswith(("CALL", "PRECALL", "COMPARE_OP")):  # from 3.13 on, a comparison asks itself
         at += 1
     is_negated = False
     while instructions[at].opname in ("UNARY_NOT", "TO_BOOL"):
