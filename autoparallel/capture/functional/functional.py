@@ -31,6 +31,7 @@ from autoparallel.graph.lines import marks_of
 _DROPOUT = torch.ops.aten.dropout.default  # one that draws has become an operator of ours: this gives what it is given
 _OF_VIEWS = frozenset({_DROPOUT, torch.ops.aten.broadcast_tensors.default, torch.ops.aten.repeat_interleave.self_int})
 """What is composed of views and copies, though it does not say so."""
+_EINSUM = torch.ops.aten.einsum.default
 _SIZE = torch.ops.aten.sym_size.int
 _OWN = ("aten", "autoparallel")
 _OF_SIZES = ("_operator", "math", "builtins", "torch")  # modules of plain functions; those of torch.func are elsewhere
@@ -40,6 +41,8 @@ def make_functional(program: ExportedProgram) -> ExportedProgram:
     """The trace as values; ``program`` itself, rewritten, where nothing in it writes or is complex, and no autocast
     around it has yet to cast what it computes."""
     writes = [node for node in program.graph.nodes if not _is_functional(node)]
+    if writes:  # which may be to the memory of what einsum("ij->ji", x) has taken a view of, though it is one call
+        _take_apart(program.graph, [x for x in program.graph.nodes if x.target is _EINSUM and len(x.args[1]) == 1])
     if writes and all(operator_of_write(node.target) is not None for node in writes):
         make_new_values(program.graph)
         writes = [node for node in writes if not node._erased]

@@ -9,6 +9,7 @@ written, and nobody else can tell.  All other writes are torch's to follow, whic
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,8 +31,14 @@ _NO_VIEWS = frozenset({
 def make_new_values(graph: fx.Graph) -> None:
     """Has each write to memory that has one name make a new tensor, which those behind it read."""
     for node in list(graph.nodes):
+        if node.target is aten.detach_.default and node.args[0].target is aten.lift_fresh_copy.default:
+            node.replace_all_uses_with(node.args[0])  # what torch.tensor(0.0) makes has no gradient to be cut off from
+            graph.erase_node(node)
+            continue
         operator = operator_of_write(node.target)
-        if operator is None or not has_rule(operator) or not _has_one_name(node) or not _is_same(operator, node):
+        if operator is None or not (_makes_memory(operator) and has_rule(operator)):
+            continue
+        if not _has_one_name(node) or not _is_same(operator, node):
             continue
         written = node.args[0]
         with graph.inserting_before(node):
@@ -48,8 +55,21 @@ def operator_of_write(target: Any) -> Any:
     """The operator that makes what a call's target writes into its first operand; None for other targets."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or not target._schema.is_mutable:
         return None
+    return _with_same_operands(target)
+
+
+@cache
+def _with_same_operands(target: torch._ops.OpOverload) -> Any:
+    """The operator that makes a new tensor of what one in place has; its overload may be called otherwise: pow_.Scalar
+    has the exponent where pow.Scalar has the base."""
     name = target._schema.name.removeprefix("aten::")
-    return getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, None) if name[-1] == "_" else None
+    packet = getattr(aten, name.removesuffix("_"), None) if name[-1] == "_" else None
+    overloads = (getattr(packet, overload) for overload in packet.overloads()) if packet is not None else ()
+    return next((x for x in overloads if _operands(x) == _operands(target)), None)
+
+
+def _operands(operator: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
 
 
 def _has_one_name(node: fx.Node) -> bool:

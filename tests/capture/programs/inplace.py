@@ -275,3 +275,40 @@ class BufferGetsGradientHistory(nn.Module):
         out = h - self.last
         self.last = h.mean(0).detach()
         return out
+
+
+@program(ranks=True)
+class ViewsOfEinsum(Two):
+    """An einsum of one operand without a sum gives a view: it is written to, and what it is a view of."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        w = self.a.weight * 1
+        torch.einsum("ii->i", w).zero_()
+        h = self.b(x)
+        turned = torch.einsum("ij->ji", h)
+        h.add_(1)
+        return x @ w, turned * 2
+
+
+@program(ranks=True)
+class LossFromANumber(Two):
+    """A loss that begins as a tensor of a number, to which terms are added in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = torch.tensor(0.0)
+        for layer in (self.a, self.b):
+            x = layer(x).tanh()
+            loss += x.mean()
+        return loss + x.square().sum()
+
+
+@program(ranks=True)
+class PowersInPlace(Two):
+    """Powers in place, whose operator's overload is called otherwise than that which makes a new tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h **= 2
+        g = self.b(x)
+        g.float_power_(2.0)
+        return h + g.pow_(torch.tensor(2))
