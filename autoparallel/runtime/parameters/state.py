@@ -23,7 +23,6 @@ from autoparallel.placements import Invariant, Layout, to_dtensor_placements
 from autoparallel.runtime.parameters.hooks import move_hooks, require_own_hooks
 from autoparallel.runtime.parameters.initial_values import find_units, set_already
 from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, local_slice
-from autoparallel.text import LOGGER
 
 T = TypeVar("T")
 
@@ -146,16 +145,16 @@ def lay_out(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
         parameter.grad = as_parameter(local, parameter)
 
 
-ALIASED = (
-    "a view of %s that was made before the model's first call keeps the values of then: the plan has given the "
-    "parameter other memory. Make it after the first call, or after model.prepare(...)"
+_OLD = (
+    "a view of %s was made before the model's first call and has the values of then: the plan has given the parameter "
+    "other memory\nWhat to change: make it after the first call, or after model.prepare(...)."
 )
 
 
 @contextmanager
 def aliases_kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Inside, parameters are laid out; what shares the memory of one, as ``state_dict()`` and ``p.data`` do, shares it
-    afterwards, too."""
+    afterwards, too; what shares a part of it, as ``p[0]`` does, raises RuntimeError when it is read."""
     names: dict[int, list[str]] = {}  # by storage: parameters may lie in one
     places = {name: _place_of(p) for name, p in parameters.items()}
     for name, (storage, *_) in places.items():
@@ -172,7 +171,7 @@ def aliases_kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         if same is not None:
             _torch.dtensor.become(alias, parameters[same].detach())  # type: ignore[arg-type]
         elif any(_place_of(parameters[name])[0] != place[0] for name in names[place[0]]):
-            LOGGER.warning(ALIASED, names[place[0]][0])
+            _torch.dtensor.make_unreadable(alias, _OLD % names[place[0]][0])
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
