@@ -172,3 +172,39 @@ def _meta(plan: str) -> dict[str, float]:
 def test_references_to_a_model_on_the_meta_device_get_its_values(plan: str) -> None:
     for found in run_on_ranks(_meta, plan, world_size=2):
         assert max(found.values()) == 0.0, found
+
+
+ROWS = torch.tensor([[2], [0]])
+SELECTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows of a list": lambda p: p[[1, 0]],
+    "columns": lambda p: p[:, ROWS[:, 0]],
+    "index_select": lambda p: p.index_select(0, ROWS[:, 0]),
+    "gather": lambda p: p.gather(1, ROWS),
+}
+
+
+def _selected(plan: str) -> dict[str, Any]:
+    """What is read at plain indices, and the gradient of it."""
+    plain, model = _pair(plan)
+    model(torch.ones(8, WIDTH, dtype=torch.float64))
+    weights = [m.get_parameter("0.weight") for m in (plain, model)]
+    found: dict[str, Any] = {"cut": float(weights[1].to_local().shape == weights[0].shape)}
+    for name, select in SELECTED.items():
+        values = [select(w) for w in weights]
+        for w, value in zip(weights, values, strict=True):
+            w.grad = None
+            value.square().sum().backward()
+        found[name] = max(off(values[1], values[0]), off(weights[1].grad, weights[0].grad))
+    with torch.no_grad():
+        for w in weights:
+            w[[0, 1]] = w[[1, 0]]
+    found["exchanged"] = off(weights[1], weights[0])
+    ranks_own = torch.tensor([torch.distributed.get_rank()])
+    found["other indices"] = float("RankMismatchError" not in raised(lambda: weights[1][ranks_own]))
+    return found
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
+def test_parameters_are_read_at_plain_indices(plan: str) -> None:
+    for found in run_on_ranks(_selected, plan, world_size=2):
+        assert max(found.values()) < 1e-12, found

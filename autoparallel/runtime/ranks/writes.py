@@ -38,6 +38,12 @@ _INDEXED = (
 )  # fmt: skip
 """The operators that write to places which indices name: those of the whole tensor, which torch takes for a part's."""
 
+_SELECTING = (
+    _ATEN.index.Tensor, _ATEN.index_select.default, _ATEN.gather.default, _ATEN.index_put.default,
+    _ATEN.index_add.default, _ATEN.scatter_add.default,
+)  # fmt: skip
+"""What reads at places which indices name, and the backwards of it."""
+
 
 def view(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an operator gives a view of a ``DTensor`` by; that of a gathered copy knows what it is of."""
@@ -93,7 +99,7 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
             if not _can_gather(target):
                 raise
     origin = origin or Origin(target)
-    _require_same(target, operator, (args[1:], kwargs))
+    _require_same(target, f"plain tensors are written to a DTensor by {operator}", (args[1:], kwargs))
     if lies_elsewhere(target):
         return target
     rest, named = pytree.tree_map_only(DTensor, _torch.dtensor.gather, (args[1:], dict(kwargs)))
@@ -103,6 +109,22 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
     keep(whole, origin.base)
     make_again(origin.base, whole)
     return target
+
+
+def select(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator reads of a ``DTensor`` at plain indices (``weight[[1, 0]]``), which torch takes for a mistake:
+    every rank has all of it.
+
+    Raises:
+        RankMismatchError: on every rank, where the indices are not the same on all of them.
+    """
+    source = args[0]
+    is_plain = any(isinstance(x, Tensor) and not isinstance(x, DTensor) for x in pytree.tree_leaves((args[1:], kwargs)))
+    if not is_plain or not _can_gather(source) or lies_elsewhere(source):
+        return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
+    _require_same(source, f"plain tensors index a DTensor in {operator}", (args[1:], kwargs))
+    wholes, named = pytree.tree_map_only(DTensor, _torch.dtensor.gather, (tuple(args), dict(kwargs)))
+    return replicated(operator(*wholes, **named), source.device_mesh)
 
 
 def _is_lost(name: str, target: Tensor) -> bool:
@@ -127,11 +149,10 @@ def _can_gather(target: Tensor) -> bool:
     return isinstance(target, DTensor) and agreement_over(target.device_mesh) is not None
 
 
-def _require_same(target: DTensor, operator: Any, operands: Any) -> None:
+def _require_same(target: DTensor, what: str, operands: Any) -> None:
     """Raises where plain tensors, of which nobody knows that all ranks have the same, are not the same."""
     tensors = [x for x in pytree.tree_leaves(operands) if isinstance(x, Tensor) and not isinstance(x, DTensor)]
     if tensors:
-        what = f"plain tensors are written to a DTensor by {operator}"
         agree_on(target.device_mesh, what, *map(tensor_digest, tensors))
 
 
@@ -143,6 +164,8 @@ def _is_cut_alike(part: DTensor, source: DTensor) -> bool:
 
 @cache
 def watch_writes() -> None:
-    """Has views followed, and writes carried out that torch cannot make on parts or summands."""
+    """Has views followed, and writes carried out that torch cannot make on parts or summands; and what is read at
+    plain indices."""
     _torch.dtensor.handle_operators(_VIEWS, view)
     _torch.dtensor.handle_first(_torch.dtensor.operators_of(_torch.dtensor.names_in_place()), write)
+    _torch.dtensor.handle_first(_SELECTING, select)
