@@ -208,3 +208,34 @@ def _selected(plan: str) -> dict[str, Any]:
 def test_parameters_are_read_at_plain_indices(plan: str) -> None:
     for found in run_on_ranks(_selected, plan, world_size=2):
         assert max(found.values()) < 1e-12, found
+
+
+FILLED: dict[str, Callable[[Tensor], object]] = {
+    "normal_": lambda p: p[0].normal_(),
+    "uniform_": lambda p: p[:, 1].uniform_(),
+    "trunc_normal_": lambda p: nn.init.trunc_normal_(p[2]),
+    "orthogonal_": lambda p: nn.init.orthogonal_(p[1:4]),
+    "xavier_uniform_": lambda p: nn.init.xavier_uniform_(p[:3]),
+}
+
+
+def _filled(plan: str) -> dict[str, float]:
+    """Parts that are drawn anew, of a second model of the process, too."""
+    found: dict[str, float] = {}
+    for number in range(2):
+        plain, model = _pair(plan)
+        model(torch.ones(8, WIDTH, dtype=torch.float64))
+        weights = [m.get_parameter("0.weight") for m in (plain, model)]
+        for name, fill in FILLED.items():
+            for w in weights:
+                torch.manual_seed(5)
+                with torch.no_grad():
+                    fill(w)
+            found[f"{name}, model {number}"] = off(weights[1], weights[0])
+    return found
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
+def test_parts_of_parameters_are_drawn_anew(plan: str) -> None:
+    for found in run_on_ranks(_filled, plan, world_size=2):
+        assert max(found.values()) < 1e-12, found

@@ -49,14 +49,15 @@ _SAMPLED = (
 _TURNED = ("t_", "transpose_", "swapaxes_", "swapdims_")
 
 
+@cache  # what watches writes stands before what handles them, and must not be replaced by that for a second model
 def handle_operators(device: str) -> None:
     """Has random operators and ``.item()`` of ``DTensor``s do what one process does; ``device`` is the mesh's kind."""
     if device == "cpu" and not torch.accelerator.is_available():
         drawn = [*_torch.dtensor.random_operators(), *_torch.dtensor.operators_of(_FILLED)]
         _torch.dtensor.handle_operators(drawn, draw_whole)
         _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_SAMPLED), sample_whole)
-        setattr(*_torch.nn.TRUNCATED_NORMAL, truncated_normal)
-    setattr(*_torch.nn.ORTHOGONAL, orthogonal)
+        setattr(*_torch.nn.TRUNCATED_NORMAL, drawn_whole(getattr(*_torch.nn.TRUNCATED_NORMAL)))
+    setattr(*_torch.nn.ORTHOGONAL, drawn_whole(getattr(*_torch.nn.ORTHOGONAL)))
     _torch.dtensor.handle_operators([torch.ops.aten._local_scalar_dense.default], whole_number)
     watch_writes()
     _torch.dtensor.handle_operators((_ATEN.eye.out, _ATEN.eye.m_out), fill_whole)
@@ -136,30 +137,25 @@ def fill_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return out
 
 
-def truncated_normal(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``nn.init.trunc_normal_``, which draws until all values are within bounds: on the ranks of another stage nothing
-    tells it so, and it must draw there as often."""
-    if not isinstance(tensor, DTensor):
-        return _TRUNCATED_NORMAL(tensor, *args, **kwargs)
-    with torch.no_grad():
-        drawn: Tensor = draw_whole(_TRUNCATED_NORMAL, (tensor, *args), kwargs)
-        return drawn
+def drawn_whole(function: Any) -> Any:
+    """A function of ``nn.init`` that fills a ``DTensor`` as one process does.
 
+    ``trunc_normal_`` draws until all values are within bounds: on the ranks of another stage nothing tells it so, and
+    it must draw there as often. ``orthogonal_`` exchanges dims in place where a weight is wide, as no ``DTensor`` can.
+    """
 
-_TRUNCATED_NORMAL: Any = getattr(*_torch.nn.TRUNCATED_NORMAL)
+    @wraps(function)
+    def initialise(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            filled: Tensor = function(tensor, *args, **kwargs)
+            return filled
+        with torch.no_grad():
+            if origin_of(tensor) is None:
+                filled = draw_whole(function, (tensor, *args), kwargs)
+                return filled
+            return tensor.copy_(draw_whole(function, (tensor.clone(), *args), kwargs))  # a view of a gathered copy
 
-
-@wraps(getattr(*_torch.nn.ORTHOGONAL))
-def orthogonal(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``nn.init.orthogonal_``, which exchanges dims in place where a weight is wide, as no ``DTensor`` can."""
-    if not isinstance(tensor, DTensor):
-        return _ORTHOGONAL(tensor, *args, **kwargs)
-    with torch.no_grad():
-        drawn: Tensor = draw_whole(_ORTHOGONAL, (tensor, *args), kwargs)
-        return drawn
-
-
-_ORTHOGONAL: Any = getattr(*_torch.nn.ORTHOGONAL)
+    return initialise
 
 
 @cache
