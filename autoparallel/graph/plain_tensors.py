@@ -43,12 +43,17 @@ class PlainParameter(nn.Parameter):
         if func in _OF_FORM:
             return super().__torch_function__(func, types, args, kwargs or {})
         path = next(x.path for x in pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(x, cls))
-        raise RuntimeError(
-            f"the plain parameter {path} is used, in whose place compile() has put another, which is trained\n"
-            "What to change: take parameters from the compiled model after compile() (params = "
-            "list(model.parameters())); what shares one with it (a loss, a second model) becomes part of the model "
-            "that is compiled."
-        )
+        raise refused_plain(f"the plain parameter {path} is used")
+
+
+def refused_plain(words: str) -> RuntimeError:
+    """The error of what happens to a plain parameter that nobody trains any more."""
+    return RuntimeError(
+        f"{words}, in whose place compile() has put another, which is trained\n"
+        "What to change: take parameters from the compiled model after compile() (params = "
+        "list(model.parameters())); what shares one with it (a loss, a second model) becomes part of the model "
+        "that is compiled."
+    )
 
 
 def _readers(*names: str) -> list[Any]:

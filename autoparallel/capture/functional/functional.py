@@ -40,12 +40,12 @@ _OF_SIZES = ("_operator", "math", "builtins", "torch")  # modules of plain funct
 def make_functional(program: ExportedProgram) -> ExportedProgram:
     """The trace as values; ``program`` itself, rewritten, where nothing in it writes or is complex, and no autocast
     around it has yet to cast what it computes."""
-    writes = [node for node in program.graph.nodes if not _is_functional(node)]
+    writes = _writes(program.graph)
     if writes:  # which may be to the memory of what einsum("ij->ji", x) has taken a view of, though it is one call
         _take_apart(program.graph, [x for x in program.graph.nodes if x.target is _EINSUM and len(x.args[1]) == 1])
     if writes and all(operator_of_write(node.target) is not None for node in writes):
         make_new_values(program.graph)
-        writes = [node for node in writes if not node._erased]
+        writes = _writes(program.graph)
     if writes or _torch.export.autocasts():
         for node in program.graph.find_nodes(op="placeholder"):
             _torch.export.forget_constant(node.meta["val"])
@@ -54,6 +54,11 @@ def make_functional(program: ExportedProgram) -> ExportedProgram:
     _share_sizes(program)
     program.graph.eliminate_dead_code()
     return program
+
+
+def _writes(graph: fx.Graph) -> list[fx.Node]:
+    """What keeps a trace from being values."""
+    return [node for node in graph.nodes if not _is_functional(node)]
 
 
 def _is_functional(node: fx.Node) -> bool:

@@ -88,12 +88,8 @@ class _Suspended(_torch.export.UnnoticedMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, torch._ops.HigherOrderOperator):
             return func(*args, **(kwargs or {}))
-        before = sys.getprofile()
-        sys.setprofile(None)
-        try:
+        with without_model():
             return func(*args, **(kwargs or {}))
-        finally:
-            _resume(before)
 
 
 def _resume(profiler: Any) -> None:

@@ -18,7 +18,7 @@ from autoparallel import _torch
 from autoparallel.comm.groups import as_bytes
 from autoparallel.comm.world import elsewhere
 from autoparallel.graph.garbage import FEW, collected_rarely
-from autoparallel.graph.plain_tensors import REPLACED, note_replaced
+from autoparallel.graph.plain_tensors import REPLACED, note_replaced, refused_plain
 from autoparallel.placements import Invariant, Layout, to_dtensor_placements
 from autoparallel.runtime.parameters.hooks import move_hooks, require_own_hooks
 from autoparallel.runtime.parameters.initial_values import find_units, set_already
@@ -76,11 +76,7 @@ def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _refuse_gradient(name: str, parameter: torch.Tensor) -> None:
     """Raises for a gradient of a plain parameter: nobody trains it any more."""
-    raise RuntimeError(
-        f"a gradient comes to the plain parameter {name}, in whose place compile() has put another, which is trained\n"
-        "What to change: take parameters from the compiled model after compile(); what shares one with it "
-        "(a loss, a second model) becomes part of the model that is compiled."
-    )
+    raise refused_plain(f"a gradient comes to the plain parameter {name}")
 
 
 def _remade(parameter: nn.Parameter, value: DTensor) -> nn.Parameter:

@@ -34,7 +34,7 @@ from autoparallel.placements import from_dtensor_placements
 from autoparallel.runtime.parameters.parts import note_changes, origin_of, replicated
 from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere, local_view, part_like
 from autoparallel.runtime.ranks.agreement import agree_on
-from autoparallel.runtime.ranks.writes import keep, watch_writes
+from autoparallel.runtime.ranks.writes import is_summed, keep, watch_writes
 
 _ATEN = torch.ops.aten
 _FILLED = ("exponential_", "geometric_", "cauchy_", "log_normal_", "random_")
@@ -49,7 +49,7 @@ _SAMPLED = (
 _TURNED = ("t_", "transpose_", "swapaxes_", "swapdims_")
 
 
-@cache  # what watches writes stands before what handles them, and must not be replaced by that for a second model
+@cache  # once, for it wraps the functions of nn.init that there are
 def handle_operators(device: str) -> None:
     """Has random operators and ``.item()`` of ``DTensor``s do what one process does; ``device`` is the mesh's kind."""
     if device == "cpu" and not torch.accelerator.is_available():
@@ -284,8 +284,8 @@ def _on_list(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     gradients are under ``no_sync()``."""
     tensors = [x for x in args[0] if isinstance(x, DTensor)]
     is_write = operator.overloadpacket.__name__.endswith("_")
-    is_summed = any(p.is_partial() for x in tensors for p in x.placements)
-    if not is_write or not is_summed or operator in _LINEAR or any(map(lies_elsewhere, tensors)):
+    summed = any(map(is_summed, tensors))
+    if not is_write or not summed or operator in _LINEAR or any(map(lies_elsewhere, tensors)):
         try:
             results = operator(*args, **kwargs)
             if is_write:
@@ -294,7 +294,7 @@ def _on_list(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
                     part.copy_(part.clone())
             return results
         except RuntimeError as error:
-            if not (is_summed or isinstance(error, NotImplementedError)) or any(map(lies_elsewhere, tensors)):
+            if not (summed or isinstance(error, NotImplementedError)) or any(map(lies_elsewhere, tensors)):
                 raise
     wholes, named = pytree.tree_map_only(DTensor, _torch.dtensor.gather, (list(args), dict(kwargs)))
     results = operator(*wholes, **named)

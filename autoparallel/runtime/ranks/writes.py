@@ -129,10 +129,11 @@ def select(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str
 
 def _is_lost(name: str, target: Tensor) -> bool:
     """Whether torch writes something else than meant, without a word: by indices to a part, a number to a summand."""
-    return name in _INDEXED or name == "fill_" and isinstance(target, DTensor) and _is_summed(target)
+    return name in _INDEXED or name == "fill_" and isinstance(target, DTensor) and is_summed(target)
 
 
-def _is_summed(tensor: DTensor) -> bool:
+def is_summed(tensor: DTensor) -> bool:
+    """Whether what ranks have of a tensor must be added up, or combined otherwise, to have it."""
     return any(p.is_partial() for p in tensor.placements)
 
 
