@@ -218,8 +218,8 @@ def compile(
     )  # fmt: skip
     prefix = bind(mesh)
     with Progress(type(model).__name__, agreement.is_first).phase("parameters"):
-        named = [*model.named_parameters(), *_torch.tensors.sorted_buffers(model)]
-        tensors = [t.detach() for _, t in named if t.device.type != "meta"]
+        buffers = dict(_torch.tensors.sorted_buffers(model)).values()
+        tensors = [t.detach() for t in (*model.parameters(), *buffers) if t.device.type != "meta"]
         broadcast(tensors, agreement.ranks, whole_group(prefix))
         make_dtensors(model, mesh)
     handle_operators(mesh.device_type)

@@ -259,12 +259,6 @@ def test_what_a_compiled_model_does_not_follow_is_refused(tmp_path: Path) -> Non
         args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", label_smoothing_factor=0.1)
         with pytest.raises(ValueError, match="label_smoothing_factor computes a loss outside"):
             Trainer(_gpt2(), args)
-        accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
-        optimizer = torch.optim.Adam(model.parameters())
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        with pytest.raises(ValueError, match="has stepped before its model was compiled"):
-            accelerator.prepare(model, optimizer)
 
 
 def test_axes_of_accelerate_that_are_not_all_ranks_are_refused() -> None:

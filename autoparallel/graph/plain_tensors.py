@@ -65,7 +65,7 @@ _OF_FORM = {
     torch.Tensor.is_complex, torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.is_contiguous,
     torch.Tensor.element_size, torch.Tensor.nelement,
     *_readers(
-        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn", "is_meta",
+        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_meta",
         "is_cpu", "is_cuda", "is_nested", "is_sparse", "itemsize", "nbytes", "_version", "_post_accumulate_grad_hooks",
         "_backward_hooks",
     ),

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoparallel.api import compile
 from autoparallel.comm.world import Axes, count_ranks, make_mesh, mesh_text
-from autoparallel.integrations.optimizers import hand_over, holds_all
+from autoparallel.integrations.optimizers import holds_all
 from autoparallel.planner.request.presets import SEQUENCE_AXES, TENSOR_AXIS
 from autoparallel.runtime.meter import Meter
 from autoparallel.runtime.module import ParallelModule
@@ -140,14 +140,6 @@ class Accelerator(accelerate.Accelerator):
         return False
 
     # -- preparing --------------------------------------------------------------------------------------------------
-
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Compiles what is a model, and gives the compiled model's parameters to optimizers that have not stepped."""
-        compiled = [self._compile(x) if isinstance(x, nn.Module) else x for x in args]
-        for x in compiled:
-            if isinstance(x, torch.optim.Optimizer):
-                hand_over(x)
-        return super().prepare(*compiled, device_placement=device_placement)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

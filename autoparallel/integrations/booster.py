@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from autoparallel.api import compile
 from autoparallel.comm.world import MeshShape, axes_of, count_ranks, make_mesh
-from autoparallel.integrations.optimizers import hand_over, require_all
+from autoparallel.integrations.optimizers import require_all
 from autoparallel.runtime.module import ParallelModule
 
 
@@ -188,7 +188,6 @@ class Booster:
         compiled = compile(model.to(_device()), self._mesh(), **{**self._precision, **self.plugin.options})
         if optimizer is None:
             return compiled, None, criterion, dataloader, lr_scheduler
-        hand_over(optimizer)
         return compiled, OptimizerWrapper(optimizer, compiled), criterion, dataloader, lr_scheduler
 
     def _mesh(self) -> DeviceMesh | None:

@@ -1,4 +1,4 @@
-"""Optimizers of compiled models: those that were made before, and whether one holds all that is trained."""
+"""Optimizers of compiled models: whether one holds all that is trained, and clipping by it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel import _torch
-from autoparallel.graph.plain_tensors import REPLACED
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.norms.norm import clip_coefficient
-
-
-def hand_over(optimizer: torch.optim.Optimizer) -> None:
-    """Replaces the plain parameters that an optimizer holds, where models were compiled after it was made.
-
-    Raises:
-        ValueError: where it has stepped.
-    """
-    for group in optimizer.param_groups:
-        plain = [p for p in group["params"] if p in REPLACED]
-        if plain and optimizer.state:
-            raise ValueError(
-                "an optimizer has stepped before its model was compiled: make it anew, or compile before it steps"
-            )
-        group["params"] = [REPLACED.get(p, p) for p in group["params"]]
 
 
 def holds_all(parameters: Iterable[Tensor], model: nn.Module) -> bool:

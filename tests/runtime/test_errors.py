@@ -436,7 +436,7 @@ def _train_badly() -> Results:
 
     source = make(Net)
     plain = copy.deepcopy(source)
-    early = torch.optim.SGD(source.parameters(), lr=0.1)
+    replaced = list(source.parameters())
     model: Any = autoparallel.compile(source, mesh_of(2), loss_fn=F.mse_loss, plan="fsdp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = batch(1)
@@ -474,7 +474,7 @@ def _train_badly() -> Results:
         "nan p": lambda: after(lambda: model.clip_grad_norm_(1.0, norm_type=float("nan"))),
         "negative value": lambda: after(lambda: model.clip_grad_value_(-1.0)),
         "step inside no_sync": lambda: inside(optimizer.step),
-        "optimizer made before compile": lambda: after(early.step),
+        "optimizer of plain parameters": lambda: after(torch.optim.SGD(replaced, lr=0.1).step),
         "create_graph": lambda: model(x, y).backward(create_graph=True),
         "autograd.grad of a gradient": grads_twice,
         "backward twice": backward_twice,
@@ -532,7 +532,7 @@ TRAIN = {
     "nan p": ("ValueError", "norm_type", "nan"),
     "negative value": ("ValueError", "value", "-1"),
     "step inside no_sync": ("RuntimeError", r"step\(\) inside no_sync\(\)", "Leave no_sync"),
-    "optimizer made before compile": ("RuntimeError", "before autoparallel.compile", "make the optimizer after"),
+    "optimizer of plain parameters": ("RuntimeError", "holds a plain parameter", r"list\(model.parameters\(\)\)"),
     "create_graph": ("RuntimeError", "create_graph=True", "plain model"),
     "autograd.grad of a gradient": ("RuntimeError", r"create_graph=True", "not supported"),
     "backward twice": ("RuntimeError", "second time"),

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoparallel.api import compile
 from autoparallel.comm.world import MeshShape, axes_of, make_mesh
 from autoparallel.integrations.lightning.whole_batch import WholeBatch, require_true_precision
-from autoparallel.integrations.optimizers import hand_over, require_all
+from autoparallel.integrations.optimizers import require_all
 from autoparallel.runtime.module import ParallelModule
 
 
@@ -63,11 +63,6 @@ class AutoparallelStrategy(WholeBatch, DDPStrategy):
     def setup_module(self, module: nn.Module) -> Any:
         """The compiled model."""
         return compile(module, self.mesh, **self.compile_options)
-
-    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer, with the compiled model's parameters."""
-        hand_over(optimizer)
-        return optimizer
 
     # -- gradients --------------------------------------------------------------------------------------------------
 

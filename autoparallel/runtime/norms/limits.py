@@ -36,7 +36,7 @@ class ClipGradNorm:
         nonfinite: what to do when a norm is nan or inf, as in ``ParallelModule.clip_grad_norm_``.
 
     Raises:
-        TypeError: for an optimizer, which cannot exist before its model is compiled.
+        TypeError: for an optimizer.
         ValueError: for a limit that is negative or nan, a p that is not positive, an unknown ``nonfinite``.
     """
 
@@ -47,7 +47,8 @@ class ClipGradNorm:
     def __post_init__(self) -> None:
         if isinstance(self.max_norm, torch.optim.Optimizer):
             raise TypeError(
-                "clip_grad_norm must be a number or limits by pattern: the optimizer is made after compile()"
+                "clip_grad_norm must be a number or limits by pattern: for those of an optimizer's groups call "
+                "model.clip_grad_norm_(optimizer)"
             )
         for limit in self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]:
             require_limit(limit)

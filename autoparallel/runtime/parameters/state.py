@@ -20,6 +20,7 @@ from autoparallel.comm.world import elsewhere
 from autoparallel.graph.garbage import FEW, collected_rarely
 from autoparallel.graph.plain_tensors import REPLACED, note_replaced, refused_plain
 from autoparallel.placements import Invariant, Layout, to_dtensor_placements
+from autoparallel.runtime.parameters.holders import hand_over
 from autoparallel.runtime.parameters.hooks import move_hooks, require_own_hooks
 from autoparallel.runtime.parameters.initial_values import find_units, set_already
 from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, local_slice
@@ -58,20 +59,27 @@ def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @collected_rarely(FEW)  # the first of them imports Dynamo, of which nothing is garbage
 def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Replaces every parameter by a ``DTensor`` that is whole on every rank."""
-    layout = to_dtensor_placements((Invariant,) * mesh.ndim)
-    replacements: dict[int, nn.Parameter] = {}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for module, name, parameter in list(slots(model)):
-        if id(parameter) not in replacements:
-            whole = parameter.detach().contiguous()
-            new = _remade(parameter, _torch.dtensor.from_part(whole, mesh, layout, whole.shape))
-            move_hooks(parameter, new)
-            replacements[id(parameter)] = new
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(_refuse_gradient, names[id(parameter)]))
-            note_replaced(parameter, new, names[id(parameter)])
+    """Replaces every parameter by a ``DTensor`` that is whole on every rank, for optimizers that hold it, too."""
+    plain = dict(model.named_parameters())
+    replacements = {id(parameter): _replace(name, parameter, mesh) for name, parameter in plain.items()}
+    for module, name, parameter in slots(model):
         module._parameters[name] = replacements[id(parameter)]
+        del parameter  # so that nobody counts as one who holds it
+    hand_over([plain.popitem()[1] for _ in range(len(plain))])
+
+
+def _replace(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """What takes a plain parameter's place, with its gradient and its hooks."""
+    layout = to_dtensor_placements((Invariant,) * mesh.ndim)
+    whole = parameter.detach().contiguous()
+    new = _remade(parameter, _torch.dtensor.from_part(whole, mesh, layout, whole.shape))
+    if parameter.grad is not None:
+        new.grad = as_parameter(parameter.grad.detach().to_dense(), new)
+    move_hooks(parameter, new)
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(partial(_refuse_gradient, name))
+    note_replaced(parameter, new, name)
+    return new
 
 
 def _refuse_gradient(name: str, parameter: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoparallel import _torch
-from autoparallel.graph.plain_tensors import REPLACED
+from autoparallel.graph.plain_tensors import REPLACED, refused_plain
 from autoparallel.runtime.norms.clipping import Clipper
 from autoparallel.runtime.parameters.parts import note_changes
 from autoparallel.runtime.steps.host_steps import HostStep
@@ -45,10 +45,7 @@ def watch_optimizers(clipper: Clipper) -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     _after_step(optimizer)  # of a step that raised
     if REPLACED and any(parameter in REPLACED for parameter in _parameters_of(optimizer)):
-        raise RuntimeError(
-            "this optimizer was made before autoparallel.compile() and holds the plain model's parameters, which "
-            "are no longer trained: make the optimizer after compile(), from the compiled model's parameters()"
-        )
+        raise refused_plain("the optimizer holds a plain parameter")  # those made before have been given others
     part: Part | None = None
     changed: tuple[Any, Any] | None = None
     for clipper in list(_CLIPPERS):

@@ -1,0 +1,143 @@
+"""Optimizers that were made before `compile()`, as scripts that come from `torch.compile` or DDP make them, follow."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoparallel
+from tests.runtime.support import (
+    batch,
+    gradients_off,
+    make,
+    mesh_of,
+    muon_in_the_gradients_dtype,
+    parameters_off,
+    run_on_ranks,
+)
+
+
+def _by_decay(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups as nanoGPT makes them: matrices decay, vectors do not."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def _matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim > 1]
+
+
+MADE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "AdamW, groups": lambda m: torch.optim.AdamW(_by_decay(m), lr=0.01),
+    "AdamW, fused": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, fused=True),
+    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
+    "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.01),
+    "Muon": lambda m: torch.optim.Muon(_matrices(m), lr=0.01),
+}
+
+
+def _step(model: Any, plain: bool, optimizer: torch.optim.Optimizer, number: int) -> float:
+    """A step of an ordinary loop; the norm, by parameters that the optimizer names."""
+    x, y = batch(number)
+    optimizer.zero_grad()
+    (F.mse_loss(model(x), y) if plain else model(x, y)).backward()
+    norm = nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
+    optimizer.step()
+    return float(norm)
+
+
+def _train(shape: tuple[int, ...], plan: str, stepped: bool) -> dict[str, float | str]:
+    results: dict[str, float | str] = {}
+    for case, made in MADE.items():
+        source = make()
+        plain = copy.deepcopy(source)
+        optimizers = [made(source), made(plain)]
+        schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers]
+        with muon_in_the_gradients_dtype():
+            if stepped:
+                for m, o in zip((source, plain), optimizers, strict=True):
+                    _step(m, True, o, 0)
+            model = autoparallel.compile(source, mesh_of(*shape), loss_fn=F.mse_loss, plan=plan)
+            worst = gradients_off(model, plain)  # those of the step before are there
+            for number in range(1, 4):
+                norms = [_step(m, m is plain, o, number) for m, o in zip((model, plain), optimizers, strict=True)]
+                assert norms[1] > 0.1, "nothing is clipped"
+                worst = max(worst, abs(norms[0] - norms[1]), gradients_off(model, plain), parameters_off(model, plain))
+                [scheduler.step() for scheduler in schedulers]
+        results[case] = worst
+    return results
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["new", "stepped before"])
+@pytest.mark.parametrize(
+    ("shape", "plan"),
+    [((2,), "fsdp"), pytest.param((2, 2), "tensor_parallel", marks=pytest.mark.wide)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_they_step_as_in_one_process(shape: tuple[int, ...], plan: str, stepped: bool) -> None:
+    for rank in run_on_ranks(_train, shape, plan, stepped, world_size=torch.Size(shape).numel()):
+        assert rank == dict.fromkeys(MADE, pytest.approx(0.0, abs=1e-9)), rank
+
+
+def _accumulated() -> list[Any]:
+    source = make()
+    plain = copy.deepcopy(source)
+    optimizer, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (source, plain))
+    x, y = batch()
+    for m in (source, plain):
+        F.mse_loss(m(x), y).backward()
+    model = autoparallel.compile(source, mesh_of(2), loss_fn=F.mse_loss, plan="fsdp")
+    x, y = batch(1)
+    model(x, y).backward(), F.mse_loss(plain(x), y).backward()
+    off = [gradients_off(model, plain)]
+    optimizer.step(), theirs.step()
+    off.append(parameters_off(model, plain))
+    optimizer.zero_grad()
+    return [*off, all(p.grad is None for p in model.parameters())]
+
+
+def test_gradients_of_the_plain_model_are_added_to() -> None:
+    for gradients, parameters, none in run_on_ranks(_accumulated, world_size=2):
+        assert gradients < 1e-12 and parameters < 1e-12 and none
+
+
+def _kept() -> list[str]:
+    messages = []
+    for hide in (False, True):
+        source = make()
+        kept = list(source.parameters())
+        optimizer = torch.optim.SGD(kept, lr=0.1)
+        if hide:
+            gc.freeze()
+        model: Any = autoparallel.compile(source, mesh_of(2), loss_fn=F.mse_loss, plan="fsdp")
+        gc.unfreeze()
+        if not hide:
+            optimizer = torch.optim.SGD(kept, lr=0.1)
+        model(*batch()).backward()
+        for action in (optimizer.step, lambda kept=kept: nn.utils.clip_grad_norm_(kept, 1.0)):
+            try:
+                action()
+            except RuntimeError as error:
+                messages.append(str(error))
+    return messages
+
+
+def test_those_that_cannot_follow_are_refused() -> None:
+    """One that Python does not look at, and one that is made of the plain parameters afterwards; and clipping these,
+    which have no gradients."""
+    for messages in run_on_ranks(_kept, world_size=2):
+        assert len(messages) == 4
+        for message in messages:
+            assert "model.parameters()" in message
+        assert all("the optimizer holds a plain parameter" in message for message in messages[::2])
+        assert all("the plain parameter up.weight is used" in message for message in messages[1::2])
