@@ -10,7 +10,6 @@ machine is the same on another; ``passes.set_device`` says where a program runs.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -19,20 +18,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
-from torch.export import Dim, ExportedProgram, ShapesCollection, export
+from torch.export import ExportedProgram, export
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch.export import has_unknown_sizes, keep_lines_of, make_fake_mode
-from autoparallel._torch.nn import laid_out_by_nobody, parametrizations_made_anew, without_trackers
-from autoparallel.capture.caches import asks_for_cache, make_no_caches
+from autoparallel._torch.export import has_unknown_sizes, make_fake_mode
+from autoparallel._torch.nn import parametrizations_made_anew, without_trackers
+from autoparallel.capture.copies import Copies
 from autoparallel.capture.describe import describe
+from autoparallel.capture.fake_inputs import FakeInputs, scale_of
 from autoparallel.capture.functional.devices import forget_devices
 from autoparallel.capture.functional.functional import make_functional
 from autoparallel.capture.functional.layers import NotAlike, Stack, find_stacks, leave_out
 from autoparallel.capture.functional.passes import filling_passes, resolving_passes, tracing_passes
 from autoparallel.capture.functional.selections import group_selections
 from autoparallel.capture.functional.ways import Way, literals_of, merge
-from autoparallel.capture.python.closures import Closures
 from autoparallel.capture.python.globals_read import (
     GlobalsRead,
     owners_of,
@@ -40,16 +39,14 @@ from autoparallel.capture.python.globals_read import (
     read_of_loss,
     without_model,
 )
-from autoparallel.capture.python.recorder import LOSS, Recorder, StateChangedError
+from autoparallel.capture.python.recorder import StateChangedError
 from autoparallel.capture.refusals.refusals import (
     INSTEAD_OF_WAYS,
     explain_failure,
     is_raised_by_model,
     place_of,
-    require_dense,
     require_own_memory,
     require_same_memory,
-    uncopied,
 )
 from autoparallel.capture.tracing.drawn_numbers import require_dropped
 from autoparallel.capture.tracing.inputs_read import InputsRead
@@ -58,19 +55,10 @@ from autoparallel.capture.tracing.trace import Answers, Question, Trace
 from autoparallel.capture.tracing.tracing import everything_seen
 from autoparallel.capture.training import Training
 from autoparallel.capture.user_warnings import only_the_users
-from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec, refused_draw
+from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, refused_draw
 from autoparallel.graph.hooks import HookTemplate, require_full_hooks
 from autoparallel.graph.layers import find_runs, is_checkpointed, layer_of
 from autoparallel.graph.lines import first_line, line_of
-from autoparallel.graph.plain_tensors import (
-    REPLACED,
-    is_attribute,
-    make_buffer,
-    not_copied,
-    plain_tensors,
-    stand_in,
-    trained_attributes,
-)
 from autoparallel.operators.control_flow import goes_by_values, is_selection
 from autoparallel.operators.opaque import OpaqueCall
 from autoparallel.passes.recompute_layers import checkpointed_layers
@@ -132,14 +120,8 @@ class Attempt:
         may_read: whether Python may read their values (see ``tracing.inputs_read``).
 
     Attributes:
-        scale: how many times the call's batch is traced.
-        inputs: the fake arguments of the call.
-        shapes: which of their dims are open, as export wants it.
-        fakes: of every tensor of the model, by id, what stands for it in copies; and all that copies share.
-        owners: the first name of each tied parameter and buffer, by every name that it has.
-        attributes: the tensors that are plain attributes of modules, by path: in a copy they are buffers.
-        others: the tensors in lists, dicts and objects, by where they are.
-        recorders: of all copies.
+        inputs: what stands for those of the call; ``scale`` is how many times its batch is traced.
+        copies: what is run and traced.
         rehearsals: what was noted of each run without a trace.
         asked_at: the line at which the model asks first whether it is compiled; None for one that does not.
         reads_values: whether Python reads a tensor's value, or a size that values decide.
@@ -165,106 +147,27 @@ class Attempt:
     may_read: bool = False
 
     def __post_init__(self) -> None:
-        model, loss_fn, self.mode = self.model, self.loss_fn, make_fake_mode()
-        self.recorders: list[Recorder] = []
+        self.mode = make_fake_mode()
         self.rehearsals: list[Trace] = []
         self.asked_at: str | None = None
         self.reads_values = False
         self.scale = scale_of(self.least_batch, self.batch)
-        self.owners = _owners_of(model)
-        self.fakes: dict[int, Any] = {}
+        open_batch = self.symbolic and self.scale * self.batch > 1
         with self.mode:
-            for tensor in (*model.parameters(), *model.buffers()):
-                self.fakes[id(tensor)] = self._fake(tensor)
-            leaves, dynamic = self._fake_inputs()
-        self.inputs = pytree.tree_unflatten(leaves, self.in_spec)
-        self.shapes = _shapes_of(self.inputs, leaves, dynamic)
-        self._input_ids = set(map(id, leaves))
-        args, kwargs = self.inputs
-        self._cached = asks_for_cache(model.forward, args[:-1] if loss_fn is not None else args, kwargs)
-        tensors = plain_tensors(model)
-        if isinstance(loss_fn, nn.Module):
-            state = {**dict(loss_fn.named_parameters()), **dict(loss_fn.named_buffers()), **plain_tensors(loss_fn)}
-            tensors |= {f"{LOSS}.{name}": tensor for name, tensor in state.items() if id(tensor) not in self.fakes}
-        require_dense({**dict(model.named_buffers()), **tensors})
-        with self.mode:
-            for tensor in tensors.values():
-                self.fakes.setdefault(id(tensor), stand_in(tensor, self.fakes, self.device))
-        self.fakes |= {id(held): held for held in not_copied(model)}
-        self.attributes = {name: t for name, t in tensors.items() if is_attribute(model, name) and t not in REPLACED}
-        self.others = {name: t for name, t in tensors.items() if name not in self.attributes}
-        self.owners |= {name: name for name in self.attributes}
-        self._trained = trained_attributes(tensors)
+            self.inputs = FakeInputs(self.specs, self.in_spec, self.scale, open_batch, self.device)
+            self.copies = Copies(self.model, self.loss_fn, self.inputs, self.training, self.precision, self.device)
         self._reads = self._make_reads()
-        self._attributes = TensorAttributes(model, self.leaves)
+        self._attributes = TensorAttributes(self.model, self.leaves)
 
     def _make_reads(self) -> GlobalsRead:
         return GlobalsRead(owners_of(self.loss_fn), packages_of(self.model, self.loss_fn), self.model)
-
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for a parameter or a buffer, in the dtype in which it is used."""
-        is_parameter = isinstance(tensor, nn.Parameter)
-        used = self.precision.param_dtype if self.precision is not None and is_parameter else None
-        dtype = used if used is not None and tensor.is_floating_point() else tensor.dtype
-        fake = torch.empty(tensor.shape, dtype=dtype, device=self.device)
-        return nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-
-    def _fake_inputs(self) -> tuple[list[Any], list[dict[int, Any] | None]]:
-        """What stands for the leaves of the inputs, and which dims of each are open; None for one that is no tensor."""
-        leaves: list[Any] = []
-        dynamic: list[dict[int, Any] | None] = []
-        for spec in self.specs:
-            if not isinstance(spec, InputSpec):
-                is_open = isinstance(spec, NumberSpec)
-                leaves.append(torch.empty((), dtype=spec.dtype) if is_open else spec)
-                dynamic.append({} if is_open else None)
-                continue
-            fake = torch.empty(traced_shape(spec, self.scale), dtype=spec.dtype, device=self.device)
-            leaves.append(fake.requires_grad_(spec.requires_grad))
-            rows = {0: Dim.AUTO} if spec.batch and self.symbolic and self.scale * self.batch > 1 else {}
-            dynamic.append(rows | {dim: Dim.AUTO for dim, _ in spec.open})
-        return leaves, dynamic
-
-    def make(self) -> Training:
-        """A copy of the model with its loss, of which all that it reads and writes is recorded."""
-        model, loss_fn, table = self.model, self.loss_fn, dict(self.fakes)
-        try:
-            self.closures = Closures(model, table)
-            with laid_out_by_nobody():
-                plain = copy.deepcopy(model, table)
-            self.closures.fill(plain)
-        except Exception as error:
-            raise CaptureError(
-                f"{uncopied(model, self.fakes)} cannot be copied for tracing ({type(error).__name__}: {error})\n"
-                "What to change: make it such that copy.deepcopy(model) works (a __getattr__ of its class must raise "
-                "AttributeError for what is not there)."
-            ) from error
-        for name in self.attributes:
-            make_buffer(plain, name)
-        if self.training is not None:
-            plain.train(self.training)
-        if not self._cached:
-            make_no_caches(plain)
-        loss = copy.deepcopy(loss_fn, table) if isinstance(loss_fn, nn.Module) else loss_fn
-        pair = (loss_fn, loss) if isinstance(loss_fn, nn.Module) and isinstance(loss, nn.Module) else None
-        constants = {name: self.fakes[id(t)] for name, t in self.others.items() if t not in REPLACED}
-        self.recorders.append(Recorder(model, plain, table, self._trained, pair, constants))
-        numbers = [i for i, spec in enumerate(self.specs) if isinstance(spec, NumberSpec)]
-        twins = [(i, s.twin) for i, s in enumerate(self.specs) if isinstance(s, InputSpec) and s.twin is not None]
-        wrapper = Training(plain, loss, self.precision, self.recorders[-1], _alike(self.specs), numbers, twins)
-        keep_lines_of(loss)
-        wrapper.training = plain.training
-        wrapper.findings.copies = table
-        wrapper.findings.existing = {*map(id, table.values()), *self._input_ids}
-        wrapper.findings.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
-        return wrapper
 
     def run(self, wrapper: Training, answer: bool = True) -> Any:
         """Runs a copy without a trace, with one answer for all that Python asks of tensors' values."""
         answers = Answers(rest=answer, most=_MOST_REHEARSED)
         self.rehearsals.append(self._trace_of(wrapper, [], answers=answers))
         with everything_seen(self.rehearsals[-1]):
-            results = wrapper(*self.inputs)
+            results = wrapper(*self.inputs.arguments)
         require_dropped(self.rehearsals[-1].drawn)
         return results
 
@@ -296,16 +199,15 @@ class Attempt:
             LOGGER.warning(AS_COMPILED, self.asked_at, reason)
             return captured
         program, findings, recorder = way.program, way.findings, way.recorder
-        references = {id(self.fakes[id(t)]): t for t in (*self.attributes.values(), *self.others.values())}
         captured = describe(
-            program, self.model, self.owners, references, self.specs, self.loss_fn is not None,
+            program, self.model, self.copies.owners, self.copies.references, self.specs, self.loss_fn is not None,
             self.detach_beside_loss, findings, self.ranks,
         )  # fmt: skip
         captured.guards = tuple({**dict.fromkeys(captured.guards), **way.guards})
         captured.state = way.state
         captured.draws, captured.python_draws = way.draws, len(way.trace.drawn)
-        captured.rebound = frozenset(self.owners[name] for name in recorder.rebound)
-        fakes, parameters = self.fakes, self.model.named_parameters()
+        captured.rebound = frozenset(self.copies.owners[name] for name in recorder.rebound)
+        fakes, parameters = self.copies.fakes, self.model.named_parameters()
         captured.rest_dtypes = {name: p.dtype for name, p in parameters if fakes[id(p)].dtype != p.dtype}
         require_own_memory(captured, self.model)
         modules = self.model.named_modules(remove_duplicate=False)
@@ -324,7 +226,7 @@ class Attempt:
 
         def trace_from(answers: tuple[bool, ...]) -> Way:
             """A trace of all ways that begin with some answers."""
-            wrapper = self.make()
+            wrapper = self.copies.make()
             leave_out(wrapper, stacks)
             trace = self._trace_of(
                 wrapper, wrapper.findings.questions, answers=Answers(answers), as_compiled=as_compiled,
@@ -349,7 +251,7 @@ class Attempt:
     def _trace_way(self, wrapper: Training, trace: Trace) -> Way:
         """The trace of one way: that of the trace's answers, and of True to each further question."""
         try:
-            way = _export(wrapper, self.inputs, self.shapes, trace)
+            way = _export(wrapper, self.inputs, trace)
         except CaptureError as error:
             if error.__cause__ is None or not trace.questions:
                 raise
@@ -380,7 +282,7 @@ class Attempt:
             self.reads_values |= has_unknown_sizes(self.mode) or any(run.reads_values for run in self.rehearsals)
             torch.set_grad_enabled(before)
             self._reads.forget_cached()
-            for recorder in self.recorders:
+            for recorder in self.copies.recorders:
                 recorder.close()
         captured.runs = find_runs(captured.graph)
         layers, marked = {*checkpointed_layers(captured.graph)}, filter(is_checkpointed, captured.graph.nodes)
@@ -392,10 +294,10 @@ class Attempt:
         """Runs the whole model, without a trace, to see what it reads of Python: the stacks of layers that need not be
         traced, and how it failed, if it did."""
         try:
-            stacks = find_stacks(whole, self.make, self.run, self._reads)
+            stacks = find_stacks(whole, self.copies.make, self.run, self._reads)
             if stacks and self.rehearsals[0].questions:
                 no = functools.partial(self.run, answer=False)
-                stacks = stacks if find_stacks(self.make(), self.make, no, self._reads) == stacks else []
+                stacks = stacks if find_stacks(self.copies.make(), self.copies.make, no, self._reads) == stacks else []
         except CaptureError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a model cannot do here, tracing it will say better
@@ -406,11 +308,11 @@ class Attempt:
     def _capture(self) -> Captured:
         reads = self._reads
         with self.mode:
-            whole = self.make()
+            whole = self.copies.make()
             try:
                 stacks, failed = self._rehearse(whole)
             except StateChangedError as error:
-                raise _with_line(error, self.make(), self._make_reads(), self.run) from None
+                raise _with_line(error, self.copies.make(), self._make_reads(), self.run) from None
         drawn, asks = self.rehearsals[0].drawn, bool(self.rehearsals[0].questions)
         if failed and drawn:  # perhaps because of what was drawn
             raise refused_draw("Python's random", drawn[0][0]) from None
@@ -430,7 +332,7 @@ class Attempt:
                 raise FailsUntraced(
                     explain_failure(failed, whole.model, whole.findings.has_outputs), raised
                 ) from failed
-        states = whole.recorder.state(), reads.state(), self.closures.state(), self._attributes.state()
+        states = whole.recorder.state(), reads.state(), self.copies.closures.state(), self._attributes.state()
         for state in (*states, read_of_loss(self.loss_fn)):
             captured.state.merge(state)
         if failed is None:  # else all of the model was traced
@@ -438,37 +340,6 @@ class Attempt:
         if stacks and (inputs := self.rehearsals[0].inputs) is not None:  # of layers that are not traced, too
             captured.state.inputs.append(inputs.taken())
         return captured
-
-
-def scale_of(least_batch: int, batch: int) -> int:
-    """How many times the call's batch is traced, for a batch of at least ``least_batch``."""
-    return max(1, -(-least_batch // max(batch, 1)))
-
-
-def traced_shape(spec: InputSpec, scale: int) -> tuple[int, ...]:
-    """The shape that an input is traced with."""
-    return (spec.shape[0] * scale, *spec.shape[1:]) if spec.batch else tuple(spec.shape)
-
-
-def _owners_of(model: nn.Module) -> dict[str, str]:
-    """The first name of each tied parameter and buffer, by every name that it has."""
-    owners: dict[str, str] = {}
-    for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        first: dict[int, str] = {}
-        owners |= {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
-    return owners
-
-
-def _alike(specs: Sequence[InputSpec | Any]) -> list[list[tuple[int, int]]]:
-    """The sets of open dims that have the same size, where there are other open dims than the batch's."""
-    sets: dict[tuple[str, int], list[tuple[int, int]]] = {}
-    for i, spec in enumerate(specs):
-        if isinstance(spec, InputSpec):
-            for dim, number in spec.open:
-                sets.setdefault(("length", number), []).append((i, dim))
-            if spec.batch:
-                sets.setdefault(("batch", spec.batch), []).append((i, 0))
-    return list(sets.values()) if any(kind == "length" for kind, _ in sets) else []
 
 
 def _with_line(
@@ -483,20 +354,11 @@ def _with_line(
     return error.at(first_line(again, lambda: error.has_changed(wrapper.recorder, reads)))
 
 
-def _shapes_of(inputs: tuple[Any, ...], leaves: Sequence[Any], dynamic: Sequence[dict[int, Any] | None]) -> Any:
-    """Which dims of the inputs are open, nested as export wants it: a class of the user's as the list of its parts."""
-    shapes = ShapesCollection()
-    for leaf, dims in zip(leaves, dynamic, strict=True):
-        if dims is not None:
-            shapes[leaf] = dims
-    return shapes.dynamic_shapes(lambda args, kwargs: None, inputs)
-
-
-def _export(wrapper: Training, inputs: tuple[Any, ...], shapes: Any, trace: Trace) -> Way:
+def _export(wrapper: Training, inputs: FakeInputs, trace: Trace) -> Way:
     """The trace as values."""
     try:
         with everything_seen(trace):
-            program = export(wrapper, inputs, dynamic_shapes=shapes, strict=False)
+            program = export(wrapper, inputs.arguments, dynamic_shapes=inputs.shapes, strict=False)
             require_same_memory(program.graph)
             with trace.silent(), without_model():
                 findings = run_passes(tracing_passes(program.graph, trace.calls), program.graph_module)

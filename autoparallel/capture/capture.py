@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.capture.attempt import Attempt, scale_of, traced_shape
+from autoparallel.capture.attempt import Attempt
+from autoparallel.capture.fake_inputs import scale_of, traced_shape
 from autoparallel.graph.calls import closed, fits, without_numbers
 from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec
 from autoparallel.graph.garbage import MANY, collected_rarely, count_as_old

@@ -1,0 +1,134 @@
+"""Copies of a model, with fakes in the places of its tensors: they are run and traced in its place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from autoparallel._torch.export import keep_lines_of
+from autoparallel._torch.nn import laid_out_by_nobody
+from autoparallel.capture.caches import asks_for_cache, make_no_caches
+from autoparallel.capture.fake_inputs import FakeInputs
+from autoparallel.capture.python.closures import Closures
+from autoparallel.capture.python.recorder import LOSS, Recorder
+from autoparallel.capture.refusals.refusals import require_dense, uncopied
+from autoparallel.capture.training import Training
+from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.plain_tensors import (
+    REPLACED,
+    is_attribute,
+    make_buffer,
+    not_copied,
+    plain_tensors,
+    stand_in,
+    trained_attributes,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+class Copies:
+    """Makes copies of a model with its loss; to be made in a fake mode.
+
+    Args:
+        model: the plain model; its tensors are not touched.
+        loss_fn: called as ``loss_fn(output, target)``.
+        inputs: what the copies are called with.
+        training: the mode of the copies; None for the model's own.
+        precision: the dtypes in which parameters are used, inputs come and outputs leave; None leaves them.
+        device: the kind of device that the fakes are on.
+
+    Attributes:
+        fakes: of every tensor of the model, by id, what stands for it in copies; and all that copies share.
+        owners: the first name of each tied parameter and buffer, by every name that it has.
+        references: the tensors that are neither parameters nor buffers, by the ids of their fakes.
+        recorders: of all copies.
+        closures: of the model's functions, as the last copy has them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        inputs: FakeInputs,
+        training: bool | None,
+        precision: MixedPrecisionPolicy | None,
+        device: str,
+    ) -> None:
+        self._model, self._loss_fn, self._inputs = model, loss_fn, inputs
+        self._training, self._precision, self._device = training, precision, device
+        self.recorders: list[Recorder] = []
+        self.owners = _owners_of(model)
+        self.fakes: dict[int, Any] = {id(t): self._fake(t) for t in (*model.parameters(), *model.buffers())}
+        args, kwargs = inputs.arguments
+        self._cached = asks_for_cache(model.forward, args[:-1] if loss_fn is not None else args, kwargs)
+        tensors = plain_tensors(model)
+        if isinstance(loss_fn, nn.Module):
+            state = {**dict(loss_fn.named_parameters()), **dict(loss_fn.named_buffers()), **plain_tensors(loss_fn)}
+            tensors |= {f"{LOSS}.{name}": tensor for name, tensor in state.items() if id(tensor) not in self.fakes}
+        require_dense({**dict(model.named_buffers()), **tensors})
+        for tensor in tensors.values():
+            self.fakes.setdefault(id(tensor), stand_in(tensor, self.fakes, device))
+        self.fakes |= {id(held): held for held in not_copied(model)}
+        self._attributes = [name for name, t in tensors.items() if is_attribute(model, name) and t not in REPLACED]
+        self._constants = {
+            name: self.fakes[id(t)] for name, t in tensors.items() if name not in self._attributes and t not in REPLACED
+        }
+        self.references = {id(self.fakes[id(t)]): t for t in tensors.values()}
+        self.owners |= {name: name for name in self._attributes}
+        self._trained = trained_attributes(tensors)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a parameter or a buffer, in the dtype in which it is used."""
+        is_parameter = isinstance(tensor, nn.Parameter)
+        used = self._precision.param_dtype if self._precision is not None and is_parameter else None
+        dtype = used if used is not None and tensor.is_floating_point() else tensor.dtype
+        fake = torch.empty(tensor.shape, dtype=dtype, device=self._device)
+        return nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+
+    def make(self) -> Training:
+        """A copy of the model with its loss, of which all that it reads and writes is recorded; a plain attribute that
+        is a tensor is a buffer of the copy."""
+        model, loss_fn, table = self._model, self._loss_fn, dict(self.fakes)
+        try:
+            self.closures = Closures(model, table)
+            with laid_out_by_nobody():
+                plain = copy.deepcopy(model, table)
+            self.closures.fill(plain)
+        except Exception as error:
+            raise CaptureError(
+                f"{uncopied(model, self.fakes)} cannot be copied for tracing ({type(error).__name__}: {error})\n"
+                "What to change: make it such that copy.deepcopy(model) works (a __getattr__ of its class must raise "
+                "AttributeError for what is not there)."
+            ) from error
+        for name in self._attributes:
+            make_buffer(plain, name)
+        if self._training is not None:
+            plain.train(self._training)
+        if not self._cached:
+            make_no_caches(plain)
+        loss = copy.deepcopy(loss_fn, table) if isinstance(loss_fn, nn.Module) else loss_fn
+        pair = (loss_fn, loss) if isinstance(loss_fn, nn.Module) and isinstance(loss, nn.Module) else None
+        recorder = Recorder(model, plain, table, self._trained, pair, self._constants)
+        self.recorders.append(recorder)
+        inputs = self._inputs
+        wrapper = Training(plain, loss, self._precision, recorder, inputs.alike, inputs.numbers, inputs.twins)
+        keep_lines_of(loss)
+        wrapper.training = plain.training
+        wrapper.findings.copies = table
+        wrapper.findings.existing = {*map(id, table.values()), *inputs.ids}
+        wrapper.findings.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
+        return wrapper
+
+
+def _owners_of(model: nn.Module) -> dict[str, str]:
+    owners: dict[str, str] = {}
+    for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        first: dict[int, str] = {}
+        owners |= {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+    return owners
