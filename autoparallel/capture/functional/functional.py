@@ -24,8 +24,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.capture.functional.batch_norms import write_statistics
 from autoparallel.capture.functional.composites import compositions, is_unknown_composite
-from autoparallel.capture.functional.in_place import make_new_values, operator_of_write
+from autoparallel.capture.functional.in_place import (
+    give_last_values,
+    is_last_value,
+    make_new_values,
+    operator_of_write,
+)
 from autoparallel.graph.lines import marks_of
 
 _DROPOUT = torch.ops.aten.dropout.default  # one that draws has become an operator of ours: this gives what it is given
@@ -40,12 +46,16 @@ _OF_SIZES = ("_operator", "math", "builtins", "torch")  # modules of plain funct
 def make_functional(program: ExportedProgram) -> ExportedProgram:
     """The trace as values; ``program`` itself, rewritten, where nothing in it writes or is complex, and no autocast
     around it has yet to cast what it computes."""
+    write_statistics(program.graph)
     writes = _writes(program.graph)
     if writes:  # which may be to the memory of what einsum("ij->ji", x) has taken a view of, though it is one call
         _take_apart(program.graph, [x for x in program.graph.nodes if x.target is _EINSUM and len(x.args[1]) == 1])
     if writes and all(operator_of_write(node.target) is not None for node in writes):
-        make_new_values(program.graph)
+        make_new_values(program)
         writes = _writes(program.graph)
+        if all(map(is_last_value, writes)) and not _torch.export.autocasts():
+            give_last_values(program)
+            writes = []
     if writes or _torch.export.autocasts():
         for node in program.graph.find_nodes(op="placeholder"):
             _torch.export.forget_constant(node.meta["val"])

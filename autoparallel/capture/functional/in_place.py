@@ -3,17 +3,22 @@
     add_ = aten.add_(linear, x)                        add = aten.add(linear, x)
     relu = aten.relu(linear)                           relu = aten.relu(add)
 
-Only what an operator has made, and what no view has been made of: then those that come behind the write read what was
-written, and nobody else can tell.  All other writes are torch's to follow, which traces all again for them.
+Only what an operator has made, or a buffer of the model, and what no view has been made of: then those that come behind
+the write read what was written, and nobody else can tell.  A buffer is given its last value at the end.  All other
+writes are torch's to follow, which traces all again for them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from functools import cache
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 
 from autoparallel import _torch
 from autoparallel.rules import has_rule
@@ -28,27 +33,93 @@ _NO_VIEWS = frozenset({
 """Composed operators, whose schemas would not say that they give a view, that never do."""
 
 
-def make_new_values(graph: fx.Graph) -> None:
+def make_new_values(program: ExportedProgram) -> None:
     """Has each write to memory that has one name make a new tensor, which those behind it read."""
+    graph = program.graph
+    buffers = _buffers_of_one_name(program)
     for node in list(graph.nodes):
         if node.target is aten.detach_.default and node.args[0].target is aten.lift_fresh_copy.default:
             node.replace_all_uses_with(node.args[0])  # what torch.tensor(0.0) makes has no gradient to be cut off from
             graph.erase_node(node)
             continue
-        operator = operator_of_write(node.target)
-        if operator is None or not (_makes_memory(operator) and has_rule(operator)):
-            continue
-        if not _has_one_name(node) or not _is_same(operator, node):
+        if operator_of_write(node.target) is None or not _has_one_name(node, buffers):
             continue
         written = node.args[0]
         with graph.inserting_before(node):
-            value = graph.call_function(operator, node.args, node.kwargs)
-        value.meta = node.meta
+            value = (_copied(node) if node.target is aten.copy_.default else None) or _computed(node)
+        if value is None:
+            continue
         for user in list(written.users):
             if user > node:
                 user.replace_input_with(written, value)
         node.replace_all_uses_with(value)
         graph.erase_node(node)
+        if written in buffers:
+            with graph.inserting_before(graph.output_node()):
+                last = graph.call_function(aten.copy_.default, (written, value))
+            last.meta = {"val": written.meta["val"], _LAST: True}
+
+
+_LAST = "last value"
+"""Marks what gives a buffer its value at the end."""
+
+
+def give_last_values(program: ExportedProgram) -> None:
+    """Makes what buffers are given at the end results of the graph, as ``run_decompositions`` does, where nothing else
+    is written any more."""
+    graph, signature = program.graph, program.graph_signature
+    places = {node.name: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+    last = sorted((n for n in graph.nodes if is_last_value(n)), key=lambda n: places[n.args[0].name])
+    output = graph.output_node()
+    output.args = ((*[node.args[1] for node in last], *output.args[0]),)
+    signature.output_specs[:0] = [
+        OutputSpec(
+            OutputKind.BUFFER_MUTATION,
+            TensorArgument(name=node.args[1].name),
+            target=signature.inputs_to_buffers[node.args[0].name],
+        )
+        for node in last
+    ]
+    for node in last:
+        graph.erase_node(node)
+
+
+def is_last_value(node: fx.Node) -> bool:
+    """Whether a node gives a buffer its value at the end."""
+    return _LAST in node.meta
+
+
+def _buffers_of_one_name(program: ExportedProgram) -> set[fx.Node]:
+    """The placeholders of buffers that no other placeholder shares memory with."""
+    names = program.graph_signature.inputs_to_buffers
+    marks: dict[int, list[fx.Node]] = {}
+    for node in program.graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            marks.setdefault(_torch.tensors.storage_mark(node.meta["val"]), []).append(node)
+    return {nodes[0] for nodes in marks.values() if len(nodes) == 1 and nodes[0].name in names}
+
+
+def _computed(node: fx.Node) -> fx.Node | None:
+    """The new tensor of a write that computes; None where it would be of another kind than what is written."""
+    operator = operator_of_write(node.target)
+    if not (_makes_memory(operator) and has_rule(operator) and _is_same(operator, node)):
+        return None
+    value = node.graph.call_function(operator, node.args, node.kwargs)
+    value.meta = node.meta
+    return value
+
+
+def _copied(node: fx.Node) -> fx.Node | None:
+    """The new tensor of a write that copies: what is copied, where nobody else has it."""
+    written, source = node.args[:2]
+    assert isinstance(written, fx.Node)
+    if not isinstance(source, fx.Node) or _kind(source.meta["val"]) != _kind(written.meta["val"]):
+        return None
+    if len(source.users) == 1 and _has_memory(source):
+        return source
+    value = node.graph.call_function(aten.clone.default, (source,))
+    value.meta = {**node.meta, "val": source.meta["val"]}
+    return value
 
 
 def operator_of_write(target: Any) -> Any:
@@ -72,10 +143,10 @@ def _operands(operator: torch._ops.OpOverload) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
 
 
-def _has_one_name(node: fx.Node) -> bool:
-    """Whether what a call writes is an operator's result, of which there is no view."""
+def _has_one_name(node: fx.Node, buffers: Set[fx.Node]) -> bool:
+    """Whether what a call writes is an operator's result or a buffer, of which there is no view."""
     written = node.args[0]
-    if not isinstance(written, fx.Node) or not _makes_memory(written.target):
+    if not isinstance(written, fx.Node) or not (written in buffers or _has_memory(written)):
         return False
 
     def shares_nothing(user: fx.Node) -> bool:
@@ -86,8 +157,17 @@ def _has_one_name(node: fx.Node) -> bool:
     return all(map(shares_nothing, written.users))
 
 
+def _has_memory(node: fx.Node) -> bool:
+    """Whether a node is what an operator makes, as the only one."""
+    if node.target is not getitem:
+        return _makes_memory(node.target)
+    results, place = node.args
+    assert isinstance(results, fx.Node)
+    return _makes_memory(results.target) and sum(user.args[1:] == (place,) for user in results.users) == 1
+
+
 def _makes_memory(target: Any) -> bool:
-    """Whether an operator's result, a tensor or a size, shares memory with nothing."""
+    """Whether an operator's results, tensors or sizes, share memory with nothing."""
     if target in _NO_VIEWS:
         return True
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
@@ -95,7 +175,7 @@ def _makes_memory(target: Any) -> bool:
     if torch.Tag.maybe_aliasing_or_mutating in target.tags or _torch.export.has_composition(target):
         return False
     returns = target._schema.returns
-    return not target._schema.is_mutable and len(returns) == 1 and returns[0].alias_info is None
+    return not target._schema.is_mutable and bool(returns) and all(x.alias_info is None for x in returns)
 
 
 def _is_same(operator: Any, node: fx.Node) -> bool:
