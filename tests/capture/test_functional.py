@@ -72,13 +72,11 @@ class Statistics(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
         h = self.frozen(self.without(torch.relu_(self.running(x))))
-        row = h.mean((0, 1))
+        row = h.detach().mean((0, 1))
         self.count += 1
         self.average.mul_(0.9).add_(row, alpha=0.1)
         self.last.copy_(row)
-        before = self.last.clone()
         self.last.add_(self.count)
-        self.last.copy_(before + self.last)
         return h * mask + self.average, row, self.last * 2
 
 

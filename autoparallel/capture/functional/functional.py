@@ -27,6 +27,7 @@ from autoparallel import _torch
 from autoparallel.capture.functional.batch_norms import write_statistics
 from autoparallel.capture.functional.composites import compositions, is_unknown_composite
 from autoparallel.capture.functional.in_place import (
+    cast_copies,
     give_last_values,
     is_last_value,
     make_new_values,
@@ -46,20 +47,21 @@ _OF_SIZES = ("_operator", "math", "builtins", "torch")  # modules of plain funct
 def make_functional(program: ExportedProgram) -> ExportedProgram:
     """The trace as values; ``program`` itself, rewritten, where nothing in it writes or is complex, and no autocast
     around it has yet to cast what it computes."""
-    write_statistics(program.graph)
+    casts = _torch.export.autocasts()
+    cast_copies(program.graph)
+    if not casts:
+        write_statistics(program.graph)
     writes = _writes(program.graph)
     if writes:  # which may be to the memory of what einsum("ij->ji", x) has taken a view of, though it is one call
         _take_apart(program.graph, [x for x in program.graph.nodes if x.target is _EINSUM and len(x.args[1]) == 1])
     if writes and all(operator_of_write(node.target) is not None for node in writes):
         make_new_values(program)
         writes = _writes(program.graph)
-        if all(map(is_last_value, writes)) and not _torch.export.autocasts():
-            give_last_values(program)
-            writes = []
-    if writes or _torch.export.autocasts():
+    if casts or not all(map(is_last_value, writes)):
         for node in program.graph.find_nodes(op="placeholder"):
             _torch.export.forget_constant(node.meta["val"])
         return program.run_decompositions(compositions(program.graph_module))
+    give_last_values(program)
     _take_apart(program.graph, [node for node in program.graph.nodes if _is_composed_of_views(node.target)])
     _share_sizes(program)
     program.graph.eliminate_dead_code()

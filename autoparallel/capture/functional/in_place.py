@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 
 from autoparallel import _torch
+from autoparallel.graph.lines import marks_of
 from autoparallel.rules import has_rule
 
 aten = torch.ops.aten
@@ -38,15 +39,15 @@ def make_new_values(program: ExportedProgram) -> None:
     graph = program.graph
     buffers = _buffers_of_one_name(program)
     for node in list(graph.nodes):
-        if node.target is aten.detach_.default and node.args[0].target is aten.lift_fresh_copy.default:
-            node.replace_all_uses_with(node.args[0])  # what torch.tensor(0.0) makes has no gradient to be cut off from
+        if _does_nothing(node):
+            node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
             continue
         if operator_of_write(node.target) is None or not _has_one_name(node, buffers):
             continue
         written = node.args[0]
         with graph.inserting_before(node):
-            value = (_copied(node) if node.target is aten.copy_.default else None) or _computed(node)
+            value = _copied_value(node, buffers) if node.target is aten.copy_.default else _computed_value(node)
         if value is None:
             continue
         for user in list(written.users):
@@ -58,6 +59,15 @@ def make_new_values(program: ExportedProgram) -> None:
             with graph.inserting_before(graph.output_node()):
                 last = graph.call_function(aten.copy_.default, (written, value))
             last.meta = {"val": written.meta["val"], _LAST: True}
+
+
+def _does_nothing(node: fx.Node) -> bool:
+    """Whether a call changes nothing: a copy of a tensor to itself, as of ``self.count += 1``, or the cut from its
+    gradient of what ``torch.tensor(0.0)`` makes, which has none."""
+    written = node.args[0] if node.args else None
+    if node.target is aten.detach_.default:
+        return isinstance(written, fx.Node) and written.target is aten.lift_fresh_copy.default
+    return node.target is aten.copy_.default and written is node.args[1]
 
 
 _LAST = "last value"
@@ -99,7 +109,7 @@ def _buffers_of_one_name(program: ExportedProgram) -> set[fx.Node]:
     return {nodes[0] for nodes in marks.values() if len(nodes) == 1 and nodes[0].name in names}
 
 
-def _computed(node: fx.Node) -> fx.Node | None:
+def _computed_value(node: fx.Node) -> fx.Node | None:
     """The new tensor of a write that computes; None where it would be of another kind than what is written."""
     operator = operator_of_write(node.target)
     if not (_makes_memory(operator) and has_rule(operator) and _is_same(operator, node)):
@@ -109,17 +119,30 @@ def _computed(node: fx.Node) -> fx.Node | None:
     return value
 
 
-def _copied(node: fx.Node) -> fx.Node | None:
-    """The new tensor of a write that copies: what is copied, where nobody else has it."""
+def _copied_value(node: fx.Node, buffers: Set[fx.Node]) -> fx.Node | None:
+    """The new tensor of a write that copies: what is copied, where nobody else has it; None where what is written may
+    have a gradient, which the copy sets to zero, or is of another kind."""
     written, source = node.args[:2]
-    assert isinstance(written, fx.Node)
-    if not isinstance(source, fx.Node) or _kind(source.meta["val"]) != _kind(written.meta["val"]):
+    if not isinstance(written, fx.Node) or not isinstance(source, fx.Node) or written not in buffers:
+        return None
+    if written.meta["val"].requires_grad or _kind(source.meta["val"]) != _kind(written.meta["val"]):
         return None
     if len(source.users) == 1 and _has_memory(source):
         return source
     value = node.graph.call_function(aten.clone.default, (source,))
     value.meta = {**node.meta, "val": source.meta["val"]}
     return value
+
+
+def cast_copies(graph: fx.Graph) -> None:
+    """Casts what is copied into a tensor of another dtype; of a model's own, ``run_decompositions`` forgets it."""
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        written, source = (x.meta["val"] for x in node.args[:2])
+        if source.dtype != written.dtype:
+            with graph.inserting_before(node):
+                cast = graph.call_function(aten._to_copy.default, (node.args[1],), {"dtype": written.dtype})
+            cast.meta = {"val": source.to(written.dtype), **marks_of(node)}
+            node.update_arg(1, cast)
 
 
 def operator_of_write(target: Any) -> Any:

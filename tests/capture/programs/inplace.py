@@ -312,3 +312,44 @@ class PowersInPlace(Two):
         g = self.b(x)
         g.float_power_(2.0)
         return h + g.pow_(torch.tensor(2))
+
+
+@program(ranks=True)
+class CopiedIntoWholeNumbers(Two):
+    """What a buffer of another dtype is given is cut off, also for who reads the buffer behind it."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(8, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.steps.copy_(10 * h.detach().mean(0))
+        return self.b(h) * self.steps
+
+
+@program(ranks=True)
+class StatisticsInPlace(Two):
+    """Buffers that are written several times, of which one becomes another's copy on the way."""
+
+    average: Tensor
+    before: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("average", torch.zeros(8))
+        self.register_buffer("before", torch.ones(8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.relu(self.norm(self.a(x)), inplace=True)
+        with torch.no_grad():
+            self.average.lerp_(h.mean(0), 0.1)
+            self.before.copy_(self.average)
+            self.average.add_(1.0)
+            self.before.mul_(2.0)
+        g = self.b(h) * self.average.clone()
+        self.average.mul_(0.5)
+        return g + self.before, self.average * h
