@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from collections.abc import Callable
@@ -141,3 +142,37 @@ def test_those_that_cannot_follow_are_refused() -> None:
             assert "model.parameters()" in message
         assert all("the optimizer holds a plain parameter" in message for message in messages[::2])
         assert all("the plain parameter up.weight is used" in message for message in messages[1::2])
+
+
+class _Unfinished(torch.optim.SGD):
+    def __init__(self) -> None:
+        self.itself = self  # garbage that only a collection of cycles frees
+        raise ValueError("no optimizer")
+
+
+class _Wrapper(torch.optim.SGD):
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("nothing is wrapped yet")
+
+
+def _beside_others() -> float:
+    with contextlib.suppress(ValueError):
+        _Unfinished()
+    source = make()
+    wrapper, plain = _Wrapper(), copy.deepcopy(source)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (source, plain)]
+    model = autoparallel.compile(source, mesh_of(2), loss_fn=F.mse_loss, plan="fsdp")
+    for m, optimizer in zip((model, plain), optimizers, strict=True):
+        _step(m, m is plain, optimizer, 0)
+    del wrapper
+    return parameters_off(model, plain)
+
+
+def test_optimizers_without_groups_are_left_alone() -> None:
+    """Such as one whose constructor raised, which a traceback or a cycle keeps: it may be another model's."""
+    for difference in run_on_ranks(_beside_others, world_size=2):
+        assert difference < 1e-12

@@ -34,10 +34,15 @@ def _references(objects: Sequence[object]) -> list[int]:
 
 
 def _replace(optimizer: torch.optim.Optimizer) -> None:
-    """Replaces in place, for an optimizer may have a list of its own that is its group's, as LBFGS has."""
-    for group in optimizer.param_groups:
+    """Replaces in place, for an optimizer may have a list of its own that is its group's, as LBFGS has.
+
+    Only what the object itself has is looked at: one whose constructor raised has less, and what a wrapper computes is
+    another optimizer's.
+    """
+    held = vars(optimizer)
+    for group in held.get("param_groups") or ():
         if any(p in REPLACED for p in group["params"]):
             group["params"][:] = [REPLACED.get(p, p) for p in group["params"]]
-    state = optimizer.state
+    state = held.get("state") or {}
     for p in [p for p in state if p in REPLACED]:
         state[REPLACED[p]] = state.pop(p)
