@@ -67,6 +67,13 @@ def lies_elsewhere(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
 
 
+def lies_whole(tensor: DTensor) -> bool:
+    """Whether this rank has all of a tensor."""
+    mesh = tensor.device_mesh
+    cut = any(not p.is_replicate() and mesh.size(i) > 1 for i, p in enumerate(tensor.placements))
+    return not cut and not lies_elsewhere(tensor)
+
+
 def as_parameter(local: torch.Tensor, parameter: torch.Tensor) -> DTensor:
     """A ``DTensor`` that lies as a parameter at rest does, around this rank's part."""
     spec = _torch.dtensor.spec_of(parameter)  # type: ignore[arg-type]
@@ -80,8 +87,14 @@ def lay_like(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
     redistributing it, or gathering it from another mesh; one of another shape as it is."""
     mesh, placements = parameter.device_mesh, tuple(parameter.placements)
     if isinstance(value, DTensor):
+        if value.device_mesh == mesh and value.placements == placements:
+            return value
+        if lies_whole(value) and value.shape == parameter.shape:
+            # The mesh of one that was read from a file may be that of another rank, and says so.
+            whole = _torch.dtensor.local_of(value)
+            return as_parameter(local_slice(whole, from_dtensor_placements(placements), mesh), parameter)
         if value.device_mesh == mesh:
-            return value if value.placements == placements else value.redistribute(mesh, placements)
+            return value.redistribute(mesh, placements)
         value = value.full_tensor()
     if value.shape != parameter.shape:
         return value

@@ -34,6 +34,7 @@ from autoparallel.placements import from_dtensor_placements
 from autoparallel.runtime.parameters.parts import note_changes, origin_of, replicated
 from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere, local_view, part_like
 from autoparallel.runtime.ranks.agreement import agree_on
+from autoparallel.runtime.ranks.files import watch_files
 from autoparallel.runtime.ranks.writes import is_summed, keep, watch_writes
 
 _ATEN = torch.ops.aten
@@ -60,6 +61,7 @@ def handle_operators(device: str) -> None:
     setattr(*_torch.nn.ORTHOGONAL, drawn_whole(getattr(*_torch.nn.ORTHOGONAL)))
     _torch.dtensor.handle_operators([torch.ops.aten._local_scalar_dense.default], whole_number)
     watch_writes()
+    watch_files()
     _torch.dtensor.handle_operators((_ATEN.eye.out, _ATEN.eye.m_out), fill_whole)
     _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_TURNED), refuse_turning)
     watch_strides()
