@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import autoparallel
 from tests.runtime.support import (
@@ -21,6 +22,7 @@ from tests.runtime.support import (
     mesh_of,
     muon_in_the_gradients_dtype,
     parameters_off,
+    raised,
     run_on_ranks,
 )
 
@@ -38,12 +40,32 @@ def _matrices(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.ndim > 1]
 
 
+class _Own(torch.optim.Optimizer):
+    """What nobody knows: a state as large as the parameter, one as large as its gradient's sum over rows, a number."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, row = self.state[p], p.grad.sum(0, keepdim=True)
+                if not state:
+                    state.update(momentum=torch.zeros_like(p), row=torch.zeros_like(row), step=0)
+                state["step"] += 1
+                state["row"] = state["row"] * 0.5 + row
+                state["momentum"].mul_(0.9).add_(p.grad).add_(state["row"], alpha=0.1)
+                p.add_(state["momentum"], alpha=-group["lr"])
+
+
 MADE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "AdamW, groups": lambda m: torch.optim.AdamW(_by_decay(m), lr=0.01),
     "AdamW, fused": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, fused=True),
     "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
     "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.01),
     "Muon": lambda m: torch.optim.Muon(_matrices(m), lr=0.01),
+    "one's own": lambda m: _Own(m.parameters()),
 }
 
 
@@ -176,3 +198,55 @@ def test_optimizers_without_groups_are_left_alone() -> None:
     """Such as one whose constructor raised, which a traceback or a cycle keeps: it may be another model's."""
     for difference in run_on_ranks(_beside_others, world_size=2):
         assert difference < 1e-12
+
+
+def _lbfgs(loaded: bool) -> float:
+    """How far a run by LBFGS is off, whose states, one vector of all parameters, are from before ``compile()``."""
+    source = make()
+    plain = copy.deepcopy(source)
+
+    def step(m: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+        x, y = batch(number)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(m(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    mine, theirs = (torch.optim.LBFGS(m.parameters(), lr=0.3, max_iter=3) for m in (source, plain))
+    step(source, mine, 0), step(plain, theirs, 0)
+    model: Any = autoparallel.compile(source, mesh_of(2), plan="fsdp")
+    if loaded:
+        mine = torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=3)
+        mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    for number in (1, 2):
+        step(model, mine, number), step(plain, theirs, number)
+    return parameters_off(model, plain)
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["stepped before", "loaded"])
+def test_states_of_one_process_are_laid_out(loaded: bool) -> None:
+    for difference in run_on_ranks(_lbfgs, loaded, world_size=2):
+        assert difference < 1e-9
+
+
+def _dealt_out() -> list[str]:
+    messages = []
+    for early in (True, False):
+        source = make()
+        optimizer = ZeroRedundancyOptimizer(source.parameters(), torch.optim.Adam, lr=0.01) if early else None
+        model: Any = autoparallel.compile(source, mesh_of(2), loss_fn=F.mse_loss, plan="fsdp")
+        optimizer = optimizer or ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+        model(*batch()).backward()
+        messages.append(raised(optimizer.step))
+    return messages
+
+
+def test_optimizers_that_deal_out_states_are_refused() -> None:
+    for messages in run_on_ranks(_dealt_out, world_size=2):
+        assert len(messages) == 2
+        for message in messages:
+            assert "ZeroRedundancyOptimizer deals parameters" in message and "the optimizer that it is given" in message

@@ -10,12 +10,16 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.join import Joinable
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.graph.plain_tensors import REPLACED, refused_plain
 from autoparallel.runtime.norms.clipping import Clipper
-from autoparallel.runtime.parameters.parts import note_changes
+from autoparallel.runtime.parameters.parts import note_changes, replicated
+from autoparallel.runtime.parameters.slices import as_parameter, part_like
 from autoparallel.runtime.steps.host_steps import HostStep
 from autoparallel.runtime.steps.local_steps import LocalStep, Part, part_of, take_back, twin_of
 from autoparallel.runtime.steps.owned_steps import step_by_owners
@@ -52,6 +56,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
         store = clipper.store
         if clipper.parameter_ids.isdisjoint(map(id, _parameters_of(optimizer))):  # most often the first is one of them
             continue
+        if isinstance(optimizer, Joinable):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} deals parameters and their states out to the ranks itself\n"
+                "What to change: use the optimizer that it is given; states lie as the parameters do, in parts where "
+                'these are cut, as under plan="fsdp".'
+            )
         if isinstance(optimizer, torch.optim.SparseAdam):
             raise RuntimeError(
                 "torch.optim.SparseAdam steps on sparse gradients only, and all gradients of a compiled model are "
@@ -78,6 +88,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
                 "compile(..., offload_optimizer=False)."
             )
         if part is None:
+            _lay_states(optimizer)
             # The operators over lists that optimizers use do not show in the versions of ``DTensor``s.
             torch.autograd.graph.increment_version(_with_gradients(optimizer, clipper))
         if closure is not None:  # its gradients are made, reduced with those before, and clipped inside of the step
@@ -116,6 +127,22 @@ def _offloads_states(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer holds parameters of a model whose plan keeps states in host memory."""
     ids = [clipper.parameter_ids for clipper in _CLIPPERS if clipper.store.offloads_states]
     return bool(ids) and not frozenset().union(*ids).isdisjoint(map(id, _parameters_of(optimizer)))
+
+
+def _lay_states(optimizer: torch.optim.Optimizer) -> None:
+    """Has plain states, of a step before ``compile()`` or of a checkpoint of one process, lie as their parameters do;
+    those of other shapes, such as the one vector of LBFGS, lie whole. Numbers stay as they are."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, DTensor) and isinstance(state, dict):
+            state.update(pytree.tree_map_only(torch.Tensor, partial(_laid, parameter=parameter), state))
+
+
+def _laid(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    if isinstance(value, DTensor) or not value.ndim:
+        return value
+    if value.shape != parameter.shape:
+        return replicated(value, parameter.device_mesh)
+    return as_parameter(part_like(value, parameter).clone(memory_format=torch.contiguous_format), parameter)
 
 
 def _with_gradients(optimizer: torch.optim.Optimizer, clipper: Clipper) -> list[torch.Tensor]:
