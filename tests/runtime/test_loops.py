@@ -326,3 +326,82 @@ def test_torch_compile_around_a_compiled_model_leaves_it_as_it_is() -> None:
         assert off(model[0].weight.grad, plain[0].weight.grad) < 1e-12
     with pytest.raises(Exception, match=r"runs as it is: compile\(backend=\.\.\.\) compiles it"):
         torch.compile(lambda x: model(x), backend="eager", fullgraph=True)(x)
+
+
+class _Weighed(Perceptron):
+    """With a number that the loop weighs the loss by."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.log_variance = nn.Parameter(torch.tensor(0.3))
+
+
+def _added(loss: Tensor, model: Any) -> Tensor:
+    return loss + 0.01 * sum(p.square().sum() for p in model.parameters()) - 0.1 * model[0].weight.sum()
+
+
+def _added_in_place(loss: Tensor, model: Any) -> Tensor:
+    total = torch.zeros((), dtype=loss.dtype)
+    for p in model.parameters():
+        loss += 0.01 * p.square().sum()
+        total += p.abs().sum()
+    loss += 0.01 * total
+    loss *= 1 + 0.01 * model[0].weight.sum()
+    return loss
+
+
+def _weighed(loss: Tensor, model: Any) -> Tensor:
+    return torch.exp(-model.log_variance) * loss + model.log_variance + loss / (1 + model.log_variance**2)
+
+
+PENALTIES: list[Callable[[Tensor, Any], Tensor]] = [_added, _added_in_place, _weighed]
+
+
+def _loss_of_loop(plan: str) -> dict[str, float]:
+    """How far training is off by losses that the loop makes, of outputs and of parameters."""
+    results = {}
+    for penalise in PENALTIES:
+        model, plain = compiled_pair(_Weighed, plan=plan, loss_fn=None)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+        worst = 0.0
+        for number in range(2):
+            x, y = batch(number)
+            losses = [penalise(F.mse_loss(m(x), y), m) for m in (model, plain)]
+            worst = max(worst, abs(losses[0].item() - losses[1].item()))
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                optimizer.zero_grad(), loss.backward()
+            worst = max(worst, gradients_off(model, plain))
+            [optimizer.step() for optimizer in optimizers]
+        results[penalise.__name__] = max(worst, parameters_off(model, plain))
+    return results
+
+
+@pytest.mark.parametrize("plan", ["fsdp", pytest.param("tensor_parallel", marks=pytest.mark.wide)])
+def test_a_loss_of_the_loop_and_numbers_of_parameters(plan: str) -> None:
+    for results in run_on_ranks(_loss_of_loop, plan, world_size=2):
+        assert results == dict.fromkeys((f.__name__ for f in PENALTIES), pytest.approx(0.0, abs=1e-9)), results
+
+
+def _written_to_plain() -> tuple[list[float], list[str]]:
+    model, plain = compiled_pair(plan="fsdp")
+    model(*batch()).backward(), F.mse_loss(plain(batch()[0]), batch()[1]).backward()
+    totals = []
+    for m in (model, plain):
+        total, norms = torch.zeros(1, dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
+        for i, p in enumerate(m.parameters()):
+            total += p.grad.square().sum()
+            norms[i] = p.norm()
+        totals.append(torch.cat([total, norms]))
+    weight, average = model.up.weight, plain.up.weight.detach()
+    words = [raised(lambda: average.mul_(0.9).add_(weight.detach())), raised(lambda: 0.9 * average + weight)]
+    return (totals[0] - totals[1]).tolist(), words
+
+
+def test_numbers_of_parameters_are_written_to_plain_tensors() -> None:
+    """More than a number is refused, and so is a sum with a plain tensor: both say what to write."""
+    for differences, words in run_on_ranks(_written_to_plain, world_size=2):
+        assert max(map(abs, differences)) < 1e-12
+        assert len(words) == 2
+        for text in words:
+            assert "x.full_tensor()" in text or "p.full_tensor()" in text
+            assert "copy.deepcopy(model)" in text

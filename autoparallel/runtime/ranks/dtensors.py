@@ -33,9 +33,8 @@ from autoparallel import _torch
 from autoparallel.placements import from_dtensor_placements
 from autoparallel.runtime.parameters.parts import note_changes, origin_of, replicated
 from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere, local_view, part_like
-from autoparallel.runtime.ranks.agreement import agree_on
 from autoparallel.runtime.ranks.files import watch_files
-from autoparallel.runtime.ranks.writes import is_summed, keep, watch_writes
+from autoparallel.runtime.ranks.writes import is_summed, keep, keep_kinds, plain_number, watch_writes
 
 _ATEN = torch.ops.aten
 _FILLED = ("exponential_", "geometric_", "cauchy_", "log_normal_", "random_")
@@ -62,6 +61,7 @@ def handle_operators(device: str) -> None:
     _torch.dtensor.handle_operators([torch.ops.aten._local_scalar_dense.default], whole_number)
     watch_writes()
     watch_files()
+    watch_numbers()
     _torch.dtensor.handle_operators((_ATEN.eye.out, _ATEN.eye.m_out), fill_whole)
     _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_TURNED), refuse_turning)
     watch_strides()
@@ -192,6 +192,38 @@ def refuse_turning(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 @cache
+def watch_numbers() -> None:
+    """Has a plain loss and numbers of ``DTensor``s (``loss + 0.01 * p.square().sum()``) get gradients of their kind."""
+    _torch.dtensor.handle_first(_JOINING, join)
+
+
+_JOINING = (_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor)
+
+
+def join(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator makes of two operands, of which one may be a plain number; torch takes it for one that all
+    ranks have.
+
+    Raises:
+        RuntimeError: for more than a number, saying what to write instead.
+    """
+    if not any(isinstance(x, Tensor) and not isinstance(x, DTensor) for x in args):
+        return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
+    keep_kinds(args)
+    try:
+        return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}\n{_MIXED}") from error
+
+
+_MIXED = (
+    "What to change: x.full_tensor(), on every rank, is the plain tensor of a parameter, a gradient or an output "
+    '(compile(outputs="gather") returns outputs so); a copy or an average of the model is made of the compiled one, '
+    "after compile() (copy.deepcopy(model)), and lies as it does."
+)
+
+
+@cache
 def watch_summands() -> None:
     """Has autograd add the gradient of a term beside the model (``0.01 * p.square().sum()``), which lies as ``p``, to
     what is still a summand: from the first one on that is kept."""
@@ -225,28 +257,8 @@ def _as_summand(value: DTensor, summand: DTensor) -> DTensor:
 
 
 def whole_number(operator: Any, args: Sequence[Any], _: Mapping[str, Any]) -> Any:
-    """The number that a ``DTensor`` holds, on all ranks of its mesh (see [Note: numbers of a DTensor]); torch would
-    read this rank's summand.
-
-    Raises:
-        RankMismatchError: on every rank, where some do something else.
-        RuntimeError: where the number lies on other ranks.
-    """
-    (value,) = args
-    if lies_elsewhere(value):
-        raise RuntimeError(
-            "a number of a tensor that lies on other ranks, such as p.norm().item() of another stage's parameter\n"
-            "What to change: read it where p.device_mesh.get_coordinate() is not None, or on all ranks from "
-            "model.full_parameters() and model.grad_norm(groups='parameter')."
-        )
-    if all(p.is_replicate() for p in value.placements):
-        return operator(value.to_local())
-    agree_on(
-        value.device_mesh,
-        "a number of a sharded tensor, such as p.grad.norm().item(), which is a sum over the ranks. What to change: "
-        "read it on every rank, and print it on one",
-    )
-    return operator(value.full_tensor())
+    """The number that a ``DTensor`` holds (see [Note: numbers of a DTensor])."""
+    return operator(plain_number(args[0]))
 
 
 def on_lists(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -10,11 +10,12 @@ consists under ``no_sync()``: ``weight.grad.clamp_(-1, 1)`` (see ``share_of``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
@@ -52,16 +53,16 @@ def view(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not isinstance(source, DTensor) or lies_elsewhere(source):
             return operator(*args, **kwargs)
         try:
-            result, is_gathered = operator(*args, **kwargs), False
+            result, is_to_plain = operator(*args, **kwargs), False
         except (RuntimeError, NotImplementedError):  # such as to take apart the dim that is cut
             if all(p.is_replicate() for p in source.placements):
                 raise
-            result, is_gathered = operator(_torch.dtensor.gather(source), *rest, **kwargs), True
-    if is_gathered:
+            result, is_to_plain = operator(_torch.dtensor.gather(source), *rest, **kwargs), True
+    if is_to_plain:
         result = pytree.tree_map_only(Tensor, lambda x: replicated(x, source.device_mesh), result)
     origin = origin_of(source)
     for number, part in enumerate([result] if isinstance(result, Tensor) else result):
-        if origin is None and not is_gathered and _is_cut_alike(part, source):
+        if origin is None and not is_to_plain and _is_cut_alike(part, source):
             continue
 
         def step(x: Tensor, number: int = number) -> Tensor:
@@ -81,21 +82,18 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
 
     Raises:
         RankMismatchError: on every rank, where plain tensors that it reads are not the same on all of them.
-        RuntimeError: where the first operand is a plain tensor.
+        RuntimeError: where the first operand is a plain tensor, and what is written to it more than a number.
     """
     target = args[0]
+    if not isinstance(target, DTensor):
+        return _write_plain(operator, args, kwargs)
     origin = origin_of(target)
     if origin is None and not (_is_lost(operator.overloadpacket.__name__, target) and _can_gather(target)):
         try:
             result = _torch.dtensor.carry_out(earlier, operator, args, kwargs)
             note_changes([target])
             return result
-        except (RuntimeError, NotImplementedError) as error:
-            if not isinstance(target, DTensor):
-                raise RuntimeError(
-                    f"{operator} writes a parameter that lies on a mesh, a DTensor, to a plain tensor\n"
-                    "What to change: p.full_tensor() gives a plain one."
-                ) from error
+        except (RuntimeError, NotImplementedError):
             if not _can_gather(target):
                 raise
     origin = origin or Origin(target)
@@ -109,6 +107,61 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
     keep(whole, origin.base)
     make_again(origin.base, whole)
     return target
+
+
+def _write_plain(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator writes to a plain tensor: numbers of ``DTensor``s, as ``total += p.grad.norm()`` has them."""
+    rest = args[1:], dict(kwargs)
+    if any(isinstance(x, DTensor) and x.ndim for x in pytree.tree_leaves(rest)):
+        raise RuntimeError(
+            f"{operator} writes a parameter that lies on a mesh, a DTensor, to a plain tensor\nWhat to change: "
+            "p.full_tensor(), on every rank, gives a plain one; a copy or an average of the model is made of the "
+            "compiled one, after compile() (copy.deepcopy(model)), and lies as it does."
+        )
+    keep_kinds((args, kwargs))
+    rest, named = pytree.tree_map_only(DTensor, plain_number, rest)
+    return operator(args[0], *rest, **named)
+
+
+def keep_kinds(operands: Any) -> None:
+    """Has gradients of plain tensors be plain, and those of ``DTensor``s ``DTensor``s, where an operator takes both: a
+    plain loss and a penalty of parameters, which are numbers."""
+    if torch.is_grad_enabled():
+        for x in pytree.tree_leaves(operands):
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(partial(_to_dtensor, mesh=x.device_mesh) if isinstance(x, DTensor) else _to_plain)
+
+
+def _to_dtensor(gradient: Tensor, mesh: DeviceMesh) -> Tensor:
+    if isinstance(gradient, DTensor):
+        return gradient
+    return DTensor.from_local(gradient, mesh, (Replicate(),) * mesh.ndim, run_check=False)
+
+
+def _to_plain(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def plain_number(value: DTensor) -> Tensor:
+    """The number that a ``DTensor`` holds, on all ranks of its mesh; torch would read this rank's summand.
+
+    Raises:
+        RankMismatchError: on every rank, where some do something else.
+        RuntimeError: where the number lies on other ranks.
+    """
+    if lies_elsewhere(value):
+        raise RuntimeError(
+            "a number of a tensor that lies on other ranks, such as p.norm().item() of another stage's parameter\n"
+            "What to change: read it where p.device_mesh.get_coordinate() is not None, or on all ranks from "
+            "model.full_parameters() and model.grad_norm(groups='parameter')."
+        )
+    if not all(p.is_replicate() for p in value.placements):
+        agree_on(
+            value.device_mesh,
+            "a number of a sharded tensor, such as p.grad.norm().item(), which is a sum over the ranks. What to "
+            "change: read it on every rank, and print it on one",
+        )
+    return _torch.dtensor.gather(value)
 
 
 def select(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
