@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autoparallel
-from tests.runtime.support import gradients_off, make, mesh_of, off, run_on_ranks
+from tests.runtime.support import gradients_off, make, mesh_of, off, raised, run_on_ranks
 
 
 class Recurrent(nn.Module):
@@ -76,3 +76,18 @@ def _gradients(name: str, plan: str) -> tuple[float, int]:
 def test_presets_take_what_they_cannot_cut(name: str, plan: str) -> None:
     for difference, sharded in run_on_ranks(_gradients, name, plan, world_size=2):
         assert difference < 1e-9 and sharded
+
+
+def _alone() -> tuple[str, float]:
+    """A state of an environment, without a batch, and with one."""
+    plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    model: Any = autoparallel.compile(copy.deepcopy(plain), mesh_of(2), plan="fsdp")
+    x = torch.arange(4, dtype=torch.float64)
+    words = raised(lambda: model(x))
+    return words, off(model(x[None]), plain(x[None]))
+
+
+def test_an_input_without_a_batch() -> None:
+    for words, difference in run_on_ranks(_alone, world_size=2):
+        assert "the first dim of the first input is taken for the batch: x[None]" in words
+        assert difference < 1e-12

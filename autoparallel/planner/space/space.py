@@ -198,6 +198,8 @@ class SearchSpace:
         return (
             f"{problem}: it leaves {where} to run as {left}, which does not go together with what it leaves for what "
             f"that reads; {cure}, or register_rule() for it"
+            + "; the first dim of the first input is taken for the batch: x[None] gives one to an input that has none"
+            * any(self._batch_sizes(node))
         )
 
     def _batch_sizes(self, node: fx.Node | None) -> Iterable[int]:
