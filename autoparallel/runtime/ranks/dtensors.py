@@ -207,9 +207,10 @@ def join(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, 
     Raises:
         RuntimeError: for more than a number, saying what to write instead.
     """
-    if not any(isinstance(x, Tensor) and not isinstance(x, DTensor) for x in args):
+    plain = [x for x in args if isinstance(x, Tensor) and not isinstance(x, DTensor)]
+    if not plain:
         return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
-    keep_kinds(args)
+    keep_kinds(plain)
     try:
         return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
     except RuntimeError as error:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoparallel import _torch
 from autoparallel.runtime.parameters.parts import Origin, make_again, note_changes, note_origin, origin_of, replicated
@@ -128,8 +129,13 @@ def keep_kinds(operands: Any) -> None:
     plain loss and a penalty of parameters, which are numbers."""
     if torch.is_grad_enabled():
         for x in pytree.tree_leaves(operands):
-            if isinstance(x, Tensor) and x.requires_grad:
+            if isinstance(x, Tensor) and x.requires_grad and x not in _KEPT:
                 x.register_hook(partial(_to_dtensor, mesh=x.device_mesh) if isinstance(x, DTensor) else _to_plain)
+                if x.is_leaf:  # which every step meets again
+                    _KEPT[x] = None
+
+
+_KEPT: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _to_dtensor(gradient: Tensor, mesh: DeviceMesh) -> Tensor:
