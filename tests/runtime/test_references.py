@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import autoparallel
 from tests.runtime.support import mesh_of, off, parameters_off, raised, run_on_ranks
@@ -207,6 +208,48 @@ def _selected(plan: str) -> dict[str, Any]:
 @pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
 def test_parameters_are_read_at_plain_indices(plan: str) -> None:
     for found in run_on_ranks(_selected, plan, world_size=2):
+        assert max(found.values()) < 1e-12, found
+
+
+MEASURED: dict[str, Callable[[Tensor], Any]] = {
+    "unique": lambda p: torch.unique(p.round(decimals=1), return_counts=True),
+    "unique rows": lambda p: torch.unique_consecutive(p.round(), dim=0),
+    "where": lambda p: torch.where(p > 0.1),
+    "mask": lambda p: (p[p > 0], p.masked_select(p > 0.1)),
+    "rows of a mask": lambda p: p[p[:, 0] > 0],
+    "histogram": lambda p: (torch.histc(p, 7), *torch.histogram(p, 5)),
+    "edges": lambda p: torch.bucketize(p, torch.tensor([-0.1, 0.0, 0.1], dtype=torch.float64)),
+    "distances": lambda p: (torch.cdist(p, p), torch.pdist(p)),
+    "renorm": lambda p: torch.renorm(p, 2, 0, 0.1),
+    "allclose": lambda p: torch.tensor([torch.allclose(p, p + d) for d in (0.0, 1.0)]),
+}
+
+
+def _measured(plan: str) -> dict[str, Any]:
+    """What is asked of whole parameters, and of gradients."""
+    plain, model = _pair(plan)
+    for m in (plain, model):
+        m(torch.ones(8, WIDTH, dtype=torch.float64)).square().sum().backward()
+    weights = [m.get_parameter("0.weight") for m in (plain, model)]
+    found: dict[str, Any] = {}
+    for name, measure in MEASURED.items():
+        for what, tensors in (("weight", weights), ("gradient", [w.grad for w in weights])):
+            expected, values = ([x.double() for x in pytree.tree_leaves(measure(t))] for t in tensors)
+            found[f"{name} of a {what}"] = max(off(a, b) for a, b in zip(values, expected, strict=True))
+    weights[0].grad = weights[1].grad = None
+    for w in weights:
+        w[w > 0].square().sum().backward()
+    found["gradient of a mask"] = off(weights[1].grad, weights[0].grad)
+    with torch.no_grad():
+        for w in weights:
+            w[w[:, 0] > 0] *= 2
+    found["rows of a mask written"] = off(weights[1], weights[0])
+    return found
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
+def test_what_parts_do_not_tell_is_read_of_the_whole(plan: str) -> None:
+    for found in run_on_ranks(_measured, plan, world_size=2):
         assert max(found.values()) < 1e-12, found
 
 

@@ -46,6 +46,13 @@ _SELECTING = (
 )  # fmt: skip
 """What reads at places which indices name, and the backwards of it."""
 
+_MEASURING = (
+    "_cdist_forward", "_histogramdd_from_bin_cts", "_pdist_forward", "_unique2", "allclose", "bincount", "bucketize",
+    "histc", "histogram", "masked_select", "nonzero", "renorm", "searchsorted", "unique_consecutive", "unique_dim",
+    "unique_dim_consecutive",
+)  # fmt: skip
+"""What scripts measure of a whole tensor, and torch cannot of its parts."""
+
 
 def view(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an operator gives a view of a ``DTensor`` by; that of a gathered copy knows what it is of."""
@@ -170,20 +177,27 @@ def plain_number(value: DTensor) -> Tensor:
     return _torch.dtensor.gather(value)
 
 
-def select(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator reads of a ``DTensor`` at plain indices (``weight[[1, 0]]``), which torch takes for a mistake:
-    every rank has all of it.
+def read_whole(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator reads of ``DTensor``s that torch cannot read of their parts, as what stands at plain indices
+    (``weight[[1, 0]]``), or how many values there are (``weight.unique()``): every rank has all of them.
 
     Raises:
-        RankMismatchError: on every rank, where the indices are not the same on all of them.
+        RankMismatchError: on every rank, where plain tensors that it reads are not the same on all of them.
     """
-    source = args[0]
-    is_plain = any(isinstance(x, Tensor) and not isinstance(x, DTensor) for x in pytree.tree_leaves((args[1:], kwargs)))
-    if not is_plain or not _can_gather(source) or lies_elsewhere(source):
-        return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
-    _require_same(source, f"plain tensors index a DTensor in {operator}", (args[1:], kwargs))
-    wholes, named = pytree.tree_map_only(DTensor, _torch.dtensor.gather, (tuple(args), dict(kwargs)))
-    return replicated(operator(*wholes, **named), source.device_mesh)
+    operands = tuple(args), dict(kwargs)
+    tensors = [x for x in pytree.tree_leaves(operands) if isinstance(x, Tensor)]
+    sources = [x for x in tensors if isinstance(x, DTensor)]
+    is_at_hand = all(_can_gather(x) and not lies_elsewhere(x) for x in sources)
+    if len(sources) == len(tensors) or not is_at_hand:
+        try:
+            return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
+        except (RuntimeError, NotImplementedError):
+            if not is_at_hand:
+                raise
+    mesh = sources[0].device_mesh
+    _require_same(sources[0], f"{operator} reads a DTensor and plain tensors", operands)
+    wholes, named = pytree.tree_map_only(DTensor, _torch.dtensor.gather, operands)
+    return pytree.tree_map_only(Tensor, lambda x: replicated(x, mesh), operator(*wholes, **named))
 
 
 def _is_lost(name: str, target: Tensor) -> bool:
@@ -224,8 +238,8 @@ def _is_cut_alike(part: DTensor, source: DTensor) -> bool:
 
 @cache
 def watch_writes() -> None:
-    """Has views followed, and writes carried out that torch cannot make on parts or summands; and what is read at
-    plain indices."""
+    """Has views followed, and writes carried out that torch cannot make on parts or summands; and what is read of
+    the whole."""
     _torch.dtensor.handle_operators(_VIEWS, view)
     _torch.dtensor.handle_first(_torch.dtensor.operators_of(_torch.dtensor.names_in_place()), write)
-    _torch.dtensor.handle_first(_SELECTING, select)
+    _torch.dtensor.handle_first((*_SELECTING, *_torch.dtensor.operators_of(_MEASURING)), read_whole)
