@@ -9,11 +9,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autoparallel
-from tests.runtime.support import mesh_of, raised, run_on_ranks
+from tests.devices import DEVICE
+from tests.runtime.support import (
+    batch,
+    gradients_off,
+    make,
+    mesh_of,
+    off,
+    parameters_of,
+    parameters_off,
+    raised,
+    run_on_ranks,
+)
 
 ROWS, WIDTH = 7, 6
 
@@ -112,3 +125,37 @@ def test_ranks_that_write_different_tensors_are_told_so_and_nothing_is_written()
         assert "the ranks call the model differently" in rank["words"] and "plain tensors are written" in rank["words"]
         assert "p.full_tensor()" in rank["to plain"]
         assert rank["kept"] and rank["written"]
+
+
+def _in_stages(shape: tuple[int, ...]) -> dict[str, float]:
+    """What a pipeline's ranks write and read where they have a gradient, which those of other stages have not."""
+    mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("pp", "dp")[: len(shape)])
+    plain = make()
+    options: dict[str, Any] = {"plan": "fsdp" if len(shape) == 2 else "auto", "loss_fn": F.mse_loss}
+    model = autoparallel.compile(copy.deepcopy(plain), mesh, pipeline=autoparallel.Pipeline("1f1b", 2), **options)
+    model(*batch()).backward()
+    F.mse_loss(plain(batch()[0]), batch()[1]).backward()
+    worst = 0.0
+    for p, q in parameters_of(model, plain):
+        with torch.no_grad():
+            for x, y in ((p, q), (p.grad, q.grad)):
+                assert x is not None and y is not None
+                worst = max(worst, abs(x.norm().item() - y.norm().item()), off(x[[1, 0]], y[[1, 0]]))
+                for part in (x, y):
+                    part[[2, 0]] = 0.5
+    with torch.no_grad():
+        for m in (model, plain):
+            weight = m.get_parameter("up.weight")  # on every rank, with and without a part of it
+            weight[weight[[1, 0]].shape[0]] = 0.25
+            weight[[3, 1]] = 0.75
+    return {
+        "numbers and rows": worst,
+        "gradients": gradients_off(model, plain),
+        "weights": parameters_off(model, plain),
+    }
+
+
+@pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.wide)], ids=["pp", "pp and dp"])
+def test_ranks_of_one_stage_alone_write_to_its_gradients(shape: tuple[int, ...]) -> None:
+    for rank in run_on_ranks(_in_stages, shape, world_size=2 * len(shape), timeout=60):
+        assert max(rank.values()) < 1e-9, rank

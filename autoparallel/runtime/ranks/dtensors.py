@@ -33,6 +33,7 @@ from autoparallel import _torch
 from autoparallel.placements import from_dtensor_placements
 from autoparallel.runtime.parameters.parts import note_changes, origin_of, replicated
 from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere, local_view, part_like
+from autoparallel.runtime.ranks.agreement import agreement_of
 from autoparallel.runtime.ranks.files import watch_files
 from autoparallel.runtime.ranks.writes import is_summed, keep, keep_kinds, plain_number, watch_writes
 
@@ -76,8 +77,12 @@ _STAGES: set[DeviceMesh] = set()
 
 
 def note_stages(stages: Iterable[DeviceMesh]) -> None:
-    """Notes the meshes of a pipeline's stages, on which the tensors of lists lie apart."""
-    _STAGES.update(stages)
+    """Notes the meshes of a pipeline's stages, on which the tensors of lists lie apart; the ranks of a stage agree
+    among themselves on what they do with its tensors, because others may have none (``if p.grad is not None``)."""
+    for stage in stages:
+        _STAGES.add(stage)
+        if stage.get_coordinate() is not None:
+            agreement_of(stage)
 
 
 def leave_apart(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -104,10 +104,10 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
         except (RuntimeError, NotImplementedError):
             if not _can_gather(target):
                 raise
-    origin = origin or Origin(target)
-    _require_same(target, f"plain tensors are written to a DTensor by {operator}", (args[1:], kwargs))
     if lies_elsewhere(target):
         return target
+    origin = origin or Origin(target)
+    _require_same(target, f"plain tensors are written to a DTensor by {operator}", (args[1:], kwargs))
     rest, named = pytree.tree_map_only(DTensor, _torch.dtensor.gather, (args[1:], dict(kwargs)))
     whole = _torch.dtensor.gather(origin.base)
     part = origin.follow(whole)
@@ -184,17 +184,19 @@ def read_whole(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping
     Raises:
         RankMismatchError: on every rank, where plain tensors that it reads are not the same on all of them.
     """
-    operands = tuple(args), dict(kwargs)
+    operands: Any = tuple(args), dict(kwargs)
     tensors = [x for x in pytree.tree_leaves(operands) if isinstance(x, Tensor)]
     sources = [x for x in tensors if isinstance(x, DTensor)]
-    is_at_hand = all(_can_gather(x) and not lies_elsewhere(x) for x in sources)
-    if len(sources) == len(tensors) or not is_at_hand:
+    mesh, can_gather = sources[0].device_mesh, all(map(_can_gather, sources))
+    if can_gather and any(map(lies_elsewhere, sources)):  # what comes of it lies there, too
+        operands = pytree.tree_map_only(Tensor, partial(_to_dtensor, mesh=mesh), operands)
+        return _torch.dtensor.carry_out(earlier, operator, *operands)
+    if len(sources) == len(tensors) or not can_gather:
         try:
             return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
         except (RuntimeError, NotImplementedError):
-            if not is_at_hand:
+            if not can_gather:
                 raise
-    mesh = sources[0].device_mesh
     _require_same(sources[0], f"{operator} reads a DTensor and plain tensors", operands)
     wholes, named = pytree.tree_map_only(DTensor, _torch.dtensor.gather, operands)
     return pytree.tree_map_only(Tensor, lambda x: replicated(x, mesh), operator(*wholes, **named))
