@@ -125,6 +125,11 @@ def accumulated(ctx: Any, count: int) -> list[bool]:
         return [_accumulates(node) for node in nodes]
 
 
+def adds_to_grad(leaf: torch.Tensor) -> bool:
+    """Whether the backward that runs now adds to ``.grad`` of a leaf, as ``torch.autograd.grad()`` does not."""
+    return _accumulates(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
 def held_by_others(grads: Sequence[torch.Tensor | None]) -> set[int]:
     """The ids of those of a backward's gradients whose memory somebody else may read: to be called by the backward of
     an autograd function, with the arguments that it was given.

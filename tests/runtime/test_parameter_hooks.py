@@ -299,3 +299,46 @@ def _in_a_pipeline() -> float:
 
 def test_hooks_in_a_pipeline() -> None:
     assert max(run_on_ranks(_in_a_pipeline, world_size=2)) < 1e-9
+
+
+def _penalty(model: nn.Module) -> Tensor:
+    return sum((p.square().sum() for p in model.parameters()), start=torch.zeros((), dtype=torch.float64))
+
+
+def _beside(plan: str) -> float:
+    """What the loop computes of parameters beside the model, with the model's loss, alone, and under ``no_sync()``."""
+    model, plain = compiled_pair(plan=plan)
+    seen: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for m, values in zip((model, plain), seen, strict=True):
+        _clamp(m)
+        for p in m.parameters():
+            p.register_post_accumulate_grad_hook(lambda p, values=values: values.append(whole(p.grad)))
+    model.prepare(*batch())
+    worst = 0.0
+    for number in range(2):  # the second is added to the first
+        x, y = batch(number)
+        (model(x, y) + _penalty(model)).backward()
+        (F.mse_loss(plain(x), y) + _penalty(plain)).backward()
+        worst = max(worst, gradients_off(model, plain))
+        for m in (model, plain):
+            _penalty(m).backward()
+        worst = max(worst, gradients_off(model, plain))
+    taken = [torch.autograd.grad(_penalty(m), [*m.parameters()]) for m in (model, plain)]
+    worst = max(worst, *map(off, *taken))
+    assert len(seen[0]) == len(seen[1])
+    by_sum = [sorted(values, key=lambda v: (v.shape, float(v.sum()))) for values in seen]
+    worst = max(worst, *map(off, *by_sum))
+    for m in (model, plain):
+        m.zero_grad()
+    with model.no_sync():
+        (model(x, y) + _penalty(model)).backward()
+    (model(x, y) + _penalty(model)).backward()
+    total = [F.mse_loss(plain(x), y) + _penalty(plain) for _ in range(2)]
+    (total[0] + total[1]).backward()
+    return max(worst, gradients_off(model, plain))
+
+
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
+@pytest.mark.parametrize("plan", PLANS)
+def test_hooks_see_what_the_loop_computes_of_parameters(plan: str) -> None:
+    assert max(run_on_ranks(_beside, plan, world_size=2)) < 1e-12

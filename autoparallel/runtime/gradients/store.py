@@ -48,9 +48,10 @@ from autoparallel.runtime.parameters.hooks import (
     call_gradient_hooks,
     has_accumulated_hooks,
     has_gradient_hooks,
+    show_engine,
 )
 from autoparallel.runtime.parameters.parts import note_changes
-from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, lies_elsewhere
+from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, lay_like, lies_elsewhere
 
 
 class KeptCopy:
@@ -96,11 +97,14 @@ class GradientStore:
         self.before_backward: Callable[[], None] = lambda: None
         self.when_reduced: Callable[[list[str]], None] | None = None  # is told whose gradients have become whole
         self.window: Any = None  # of accumulate(), while its gradients are not divided
-        for parameter in parameters.values():
+        for name, parameter in parameters.items():
             if parameter.requires_grad and parameter.dtype.itemsize < 4:
                 parameter.grad_dtype = None  # accumulators are float32
+            show_engine(parameter, partial(self._take_beside, name), partial(self._note_beside, name))
         self._pending: dict[str, ParameterChain] = {}
-        self._complete: dict[str, tuple[ParameterChain, torch.Tensor | None]] = {}  # whose hooks are to be called
+        self._complete: dict[
+            str, tuple[ParameterChain | None, torch.Tensor | None]
+        ] = {}  # whose hooks are to be called
         self._lock = threading.RLock()
         self.passes = BackwardPasses(self._finish_backward, note_raised)
         self.copies: dict[object, KeptCopy] = {}  # by bucket
@@ -273,6 +277,33 @@ class GradientStore:
         travel.name = name
         return travel
 
+    def _take_beside(self, name: str, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Takes what the engine is about to add to a parameter's ``.grad`` by itself, of what the loop has computed
+        beside the model (a penalty): hooks see it together with the model's gradient. Zeros are added instead."""
+        parameter = self.parameters[name]
+        if grad is None or not has_gradient_hooks(parameter) or not self._calls_hooks(name):
+            return None
+        with torch.no_grad(), self._lock:
+            value = _torch.dtensor.local_of(lay_like(grad, parameter))  # type: ignore[arg-type]
+            if not _torch.autograd.adds_to_grad(parameter):  # torch.autograd.grad() of what is beside the model
+                return as_parameter(call_gradient_hooks(name, parameter, as_parameter(value, parameter)), parameter)
+            chain, before = self._complete.get(name, (None, None))
+            self._complete[name] = chain, value.clone() if before is None else before + value
+            self.passes.running()
+            return torch.zeros_like(parameter)
+
+    def _note_beside(self, name: str, parameter: torch.Tensor) -> None:
+        """Notes whose ``.grad`` the engine has added to by itself."""
+        if has_accumulated_hooks(parameter) and self._calls_hooks(name):
+            self._complete.setdefault(name, (None, None))
+            self.passes.running()
+
+    def _calls_hooks(self, name: str) -> bool:
+        """Whether hooks are called at the end of this backward; those of a window are noted."""
+        if self.window is not None:
+            self.window.names[name] = None
+        return self.synchronise and self.window is None
+
     def _finish_backward(self, ended: BackwardPass) -> None:
         """Waits for the reductions that a backward has started and hands their results out."""
         with self._lock:
@@ -403,7 +434,11 @@ class GradientStore:
                 if value is not None:
                     parameter = self.parameters[name]
                     grad = as_parameter(value.to(parameter.dtype).contiguous(), parameter)
-                    self._add([chain], [call_gradient_hooks(name, parameter, grad).clone()])  # hooks may keep theirs
+                    value = call_gradient_hooks(name, parameter, grad).clone()  # hooks may keep theirs
+                    if chain is not None:
+                        self._add([chain], [value])
+                    elif parameter.grad is not None:  # the engine has added zeros
+                        parameter.grad.add_(as_parameter(value, parameter))
             call_accumulated_hooks(self.parameters[name] for name in complete)
 
     def _call_hooks_of_window(self, names: Iterable[str]) -> None:

@@ -4,7 +4,9 @@
 engine hands gradients of one rank's program to the boundary, which adds up and reduces them.  So the engine must not
 see these hooks: a parameter's dictionaries of hooks are of a class that keeps them out of the memory of ``dict``, the
 only place where the engine looks.  ``Tensor.register_hook``, ``register_post_accumulate_grad_hook`` and the handles
-that they return use them like any others, and the store of gradients calls the hooks.
+that they return use them like any others, and the store of gradients calls the hooks.  What the loop computes of a
+parameter beside the model, such as a penalty, comes to it through the engine alone: so there the engine sees one hook,
+the store's, which takes that gradient, too.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ class ParameterHooks(dict[int, Hook]):
 
     Attributes:
         some: whether any parameter has ever had a hook.
+        shown: what the engine sees where there are hooks, if anything.
     """
 
     some = False
+    shown: Hook | None = None
 
     def __init__(self, hooks: MutableMapping[int, Hook] | None = None) -> None:
         super().__init__()
@@ -43,6 +47,14 @@ class ParameterHooks(dict[int, Hook]):
     def __setitem__(self, key: int, hook: Hook) -> None:
         ParameterHooks.some = True
         self._hooks[key] = hook
+        if self.shown is not None:
+            super().__setitem__(0, self.shown)
+
+    def show(self, shown: Hook) -> None:
+        """Has the engine see one hook of the package's own where the user has registered some."""
+        self.shown = shown
+        if self._hooks:
+            super().__setitem__(0, shown)
 
     def __getitem__(self, key: int) -> Hook:
         return self._hooks[key]
@@ -83,6 +95,19 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
         if not isinstance(hooks, ParameterHooks):
             hooks = ParameterHooks(hooks)
         setattr(target, name, hooks)
+
+
+def show_engine(parameter: torch.Tensor, before: Hook, after: Hook) -> None:
+    """Has the engine see two hooks on a parameter where the user has registered some (see [Note: hooks on parameters]).
+
+    Args:
+        before: is given a gradient that comes through the engine alone, before it is added to ``.grad``.
+        after: is given the parameter where that has been done.
+    """
+    for name, shown in zip(_torch.autograd.HOOKS, (before, after), strict=True):
+        hooks = getattr(parameter, name, None)
+        if isinstance(hooks, ParameterHooks):
+            hooks.show(shown)
 
 
 def are_registered() -> bool:
