@@ -310,7 +310,7 @@ def as_real(x: torch.Tensor) -> torch.Tensor:
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, whatever its dtype: backends move bytes, but not all kinds of numbers."""
-    return x.view(-1).view(torch.uint8)
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # view() keeps any stride of a single element
 
 
 def _clone(x: torch.Tensor) -> Wait:

@@ -213,3 +213,25 @@ def test_what_has_fewer_rows_than_the_batch_need_not_be_cut(plan: str) -> None:
     for results in run_on_ranks(_neighbours, plan, world_size=2):
         assert results["off"] < 1e-9
         assert results["modes"] == {"up": ("shard:...0",), "down": ("R",)}
+
+
+class Column(nn.Module):
+    """Sorts one column over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x)[:, 0].sort()[0]
+
+
+def _one_row_each() -> float:
+    plain = make(Column)
+    model = autoparallel.compile(copy.deepcopy(plain), mesh_of(2), plan="data_parallel")
+    x = batch(rows=2)[0]
+    return off(model(x), plain(x))
+
+
+def test_a_column_of_one_row_on_each_rank_is_sent() -> None:
+    assert max(run_on_ranks(_one_row_each, world_size=2)) < 1e-12
