@@ -338,6 +338,8 @@ def _misuse(case: str) -> None:
             continue
         for i, (x, target) in enumerate(window):
             loss = model(x, target)
+            if case == "penalty":
+                loss = loss + 0.1 * sum(p.square().sum() for p in model.parameters())
             loss.backward()
             if i == 1 and case == "clip":
                 model.clip_grad_norm_(1.0)
@@ -357,6 +359,7 @@ def _misuse(case: str) -> None:
         ("clip", "clip_grad_norm_() inside no_sync()"),
         ("step", "optimizer.step() inside no_sync()"),
         ("zero_grad", "was cleared in the middle of a window of accumulate()"),
+        ("penalty", "such as a penalty, was differentiated in a window of accumulate()"),
         ("unknown loss", "cannot tell what the loss is a mean over: it adds up what are not all sums"),
     ],
 )

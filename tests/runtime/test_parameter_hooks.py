@@ -342,3 +342,32 @@ def _beside(plan: str) -> float:
 @pytest.mark.parametrize("plan", PLANS)
 def test_hooks_see_what_the_loop_computes_of_parameters(plan: str) -> None:
     assert max(run_on_ranks(_beside, plan, world_size=2)) < 1e-12
+
+
+class Sometimes(Net):
+    """A layer that not every call uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, use: bool = True) -> Tensor:
+        return super().forward(x) + self.beside(x) if use else super().forward(x)
+
+
+def test_hooks_on_what_a_call_leaves_out_are_not_called() -> None:
+    seen: tuple[list[str], list[str]] = ([], [])
+    calls = iter(seen)
+
+    def register(model: nn.Module) -> None:
+        names = next(calls)
+        for name, p in model.named_parameters():
+            p.register_hook(lambda g, name=name: names.append(name))
+            p.register_post_accumulate_grad_hook(lambda p, name=name: names.append(f"after {name}"))
+
+    model, plain = _alone("fsdp", register, "after", Sometimes)
+    x, y = batch()
+    for use in (True, False):
+        model(x, use, y).backward()
+        F.mse_loss(plain(x, use), y).backward()
+    assert sorted(seen[0]) == sorted(seen[1])

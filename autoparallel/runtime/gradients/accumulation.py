@@ -15,6 +15,7 @@ import torch
 
 from autoparallel.graph.captured import InputSpec
 from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.parameters.hooks import show_always
 
 T = TypeVar("T")
 WEIGHTS = ("loss", "equal")
@@ -50,11 +51,12 @@ class Window(Generic[T]):
         last: whether the one given out is the last.
         left: whether the loop over it has ended, at its end or before.
         names: of the parameters that got a gradient in it.
+        beside: a parameter of which the loop has computed something beside the model, a penalty; empty for none.
     """
 
     def __init__(self, store: GradientStore, source: _Ahead[T], steps: int, weights: str) -> None:
         self.steps, self.done, self.last, self.left = steps, 0, False, False
-        self.weights, self.names = weights, dict[str, None]()
+        self.weights, self.names, self.beside = weights, dict[str, None](), ""
         self._store, self._source = store, source
         self._total: Any = None
         self._reference: float | None = None
@@ -90,6 +92,7 @@ class Window(Generic[T]):
                 "every optimizer.step()"
             )
         store.window = self
+        show_always(store.parameters.values(), True)
 
     def _require_kept(self) -> None:
         """Raises RuntimeError where a gradient of an earlier microbatch is gone."""
@@ -102,6 +105,15 @@ class Window(Generic[T]):
                 f"the gradient of {lost or 'a parameter'} was cleared in the middle of a window of accumulate(), so "
                 "that earlier microbatches would be missing: call optimizer.zero_grad() after optimizer.step(), not in "
                 "between"
+            )
+
+    def require_nothing_beside(self) -> None:
+        """Raises RuntimeError where microbatches are weighed, as what the loop computes beside the model is not."""
+        if self.beside and self._reference is not None:
+            raise RuntimeError(
+                f"something that the loop computes of {self.beside}, such as a penalty, was differentiated in a window "
+                "of accumulate(), whose microbatches are weighed: it would be added once for each of them\n"
+                "What to change: let the model return it within its loss, or accumulate under no_sync()."
             )
 
     def factor(self, weight: Weight, again: bool = False) -> Any:

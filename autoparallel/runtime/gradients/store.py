@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -48,6 +49,7 @@ from autoparallel.runtime.parameters.hooks import (
     call_gradient_hooks,
     has_accumulated_hooks,
     has_gradient_hooks,
+    show_always,
     show_engine,
 )
 from autoparallel.runtime.parameters.parts import note_changes
@@ -97,10 +99,11 @@ class GradientStore:
         self.before_backward: Callable[[], None] = lambda: None
         self.when_reduced: Callable[[list[str]], None] | None = None  # is told whose gradients have become whole
         self.window: Any = None  # of accumulate(), while its gradients are not divided
+        method = weakref.WeakMethod(self._take_beside)
         for name, parameter in parameters.items():
+            show_engine(parameter, partial(_call_living, method, name))
             if parameter.requires_grad and parameter.dtype.itemsize < 4:
                 parameter.grad_dtype = None  # accumulators are float32
-            show_engine(parameter, partial(self._take_beside, name), partial(self._note_beside, name))
         self._pending: dict[str, ParameterChain] = {}
         self._complete: dict[
             str, tuple[ParameterChain | None, torch.Tensor | None]
@@ -129,6 +132,7 @@ class GradientStore:
             self.settle()
         elif any(self.parameters[name].grad is None for name in window.names):  # zero_grad() has ended it
             self.window, self.synchronise = None, True
+            show_always(self.parameters.values(), False)
 
     def begin_backward(self) -> None:
         """Counts a backward through an output of the model, which begins, and ends those that have died."""
@@ -277,37 +281,37 @@ class GradientStore:
         travel.name = name
         return travel
 
-    def _take_beside(self, name: str, grad: torch.Tensor | None) -> torch.Tensor | None:
+    def _take_beside(self, name: str, grad: torch.Tensor) -> torch.Tensor | None:
         """Takes what the engine is about to add to a parameter's ``.grad`` by itself, of what the loop has computed
         beside the model (a penalty): hooks see it together with the model's gradient. Zeros are added instead."""
         parameter = self.parameters[name]
-        if grad is None or not has_gradient_hooks(parameter) or not self._calls_hooks(name):
+        adds = _torch.autograd.adds_to_grad(parameter)  # torch.autograd.grad() does not
+        if self.window is not None and adds:
+            self.window.beside = name
+            self.window.names[name] = None
+            self.passes.running()
+        if self.window is not None or not self.synchronise:
             return None
         with torch.no_grad(), self._lock:
-            value = _torch.dtensor.local_of(lay_like(grad, parameter))  # type: ignore[arg-type]
-            if not _torch.autograd.adds_to_grad(parameter):  # torch.autograd.grad() of what is beside the model
-                return as_parameter(call_gradient_hooks(name, parameter, as_parameter(value, parameter)), parameter)
             chain, before = self._complete.get(name, (None, None))
-            self._complete[name] = chain, value.clone() if before is None else before + value
-            self.passes.running()
-            return torch.zeros_like(parameter)
-
-    def _note_beside(self, name: str, parameter: torch.Tensor) -> None:
-        """Notes whose ``.grad`` the engine has added to by itself."""
-        if has_accumulated_hooks(parameter) and self._calls_hooks(name):
-            self._complete.setdefault(name, (None, None))
-            self.passes.running()
-
-    def _calls_hooks(self, name: str) -> bool:
-        """Whether hooks are called at the end of this backward; those of a window are noted."""
-        if self.window is not None:
-            self.window.names[name] = None
-        return self.synchronise and self.window is None
+            if not has_gradient_hooks(parameter):
+                value = None
+            else:
+                value = _torch.dtensor.local_of(lay_like(grad, parameter))  # type: ignore[arg-type]
+                if not adds:
+                    return as_parameter(call_gradient_hooks(name, parameter, as_parameter(value, parameter)), parameter)
+                value = value.clone() if before is None else before + value
+            if adds:
+                self._complete[name] = chain, value
+                self.passes.running()
+            return None if value is None else torch.zeros_like(parameter)
 
     def _finish_backward(self, ended: BackwardPass) -> None:
         """Waits for the reductions that a backward has started and hands their results out."""
         with self._lock:
             try:
+                if self.window is not None:
+                    self.window.require_nothing_beside()
                 while ended.reductions:  # each lets go of its buffers before the next makes its gradients
                     travel, hand_out = ended.reductions.pop(0)
                     hand_out(travel())
@@ -498,6 +502,7 @@ class GradientStore:
         window, self.window = self.window, None
         if window is None:
             return
+        show_always(self.parameters.values(), False)
         if (divisor := window.divisor()) is not None:
             grads = [p.grad for p in self.parameters.values() if p.grad is not None]
             for alike in _torch.tensors.by_dtype(map(_torch.dtensor.local_of, grads)):
@@ -512,6 +517,12 @@ class GradientStore:
     def has_pending(self) -> bool:
         """Whether some gradient is still a summand."""
         return any(self.parameters[name].grad is not None for name in self._pending)
+
+
+def _call_living(method: weakref.WeakMethod[Any], name: str, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """What a store that is alive makes of a gradient that there is."""
+    called = method()
+    return None if called is None or grad is None else called(name, grad)
 
 
 def cast(values: Tensors, dtype: torch.dtype) -> Tensors:

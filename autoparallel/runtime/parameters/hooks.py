@@ -33,11 +33,11 @@ class ParameterHooks(dict[int, Hook]):
 
     Attributes:
         some: whether any parameter has ever had a hook.
-        shown: what the engine sees where there are hooks, if anything.
+        shown: what the engine is to see where there are hooks, and in which dictionary.
     """
 
     some = False
-    shown: Hook | None = None
+    shown: tuple[Hook, ParameterHooks] | None = None
 
     def __init__(self, hooks: MutableMapping[int, Hook] | None = None) -> None:
         super().__init__()
@@ -47,14 +47,17 @@ class ParameterHooks(dict[int, Hook]):
     def __setitem__(self, key: int, hook: Hook) -> None:
         ParameterHooks.some = True
         self._hooks[key] = hook
-        if self.shown is not None:
-            super().__setitem__(0, self.shown)
+        self.show()
 
-    def show(self, shown: Hook) -> None:
-        """Has the engine see one hook of the package's own where the user has registered some."""
-        self.shown = shown
-        if self._hooks:
-            super().__setitem__(0, shown)
+    def show(self) -> None:
+        """Has the engine see one hook of the package's own."""
+        if self.shown is not None:
+            hook, place = self.shown
+            dict.__setitem__(place, 0, hook)
+
+    def hide(self) -> None:
+        """Has the engine see nothing."""
+        dict.pop(self, 0, None)
 
     def __getitem__(self, key: int) -> Hook:
         return self._hooks[key]
@@ -97,17 +100,25 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
         setattr(target, name, hooks)
 
 
-def show_engine(parameter: torch.Tensor, before: Hook, after: Hook) -> None:
-    """Has the engine see two hooks on a parameter where the user has registered some (see [Note: hooks on parameters]).
-
-    Args:
-        before: is given a gradient that comes through the engine alone, before it is added to ``.grad``.
-        after: is given the parameter where that has been done.
-    """
-    for name, shown in zip(_torch.autograd.HOOKS, (before, after), strict=True):
-        hooks = getattr(parameter, name, None)
+def show_engine(parameter: torch.Tensor, hook: Hook) -> None:
+    """Has the engine see a hook on a parameter from when the user registers one (see [Note: hooks on parameters])."""
+    kinds = [getattr(parameter, name, None) for name in _torch.autograd.HOOKS]
+    for hooks in kinds:
         if isinstance(hooks, ParameterHooks):
-            hooks.show(shown)
+            hooks.shown = hook, kinds[0]  # type: ignore[assignment]
+            if hooks:
+                hooks.show()
+
+
+def show_always(parameters: Iterable[torch.Tensor], always: bool) -> None:
+    """Has the engine see that hook without the user's, too, or no longer."""
+    for parameter in parameters:
+        hooks = getattr(parameter, _torch.autograd.HOOKS[0], None)
+        if isinstance(hooks, ParameterHooks):
+            if always:
+                hooks.show()
+            elif not has_gradient_hooks(parameter) and not has_accumulated_hooks(parameter):
+                hooks.hide()
 
 
 def are_registered() -> bool:
