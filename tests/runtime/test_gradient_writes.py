@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import autoparallel
-from tests.runtime.support import mesh_of, parameters_off, raised, run_on_ranks
+from tests.runtime.support import mesh_of, off, parameters_off, raised, run_on_ranks
 
 Parameters = Sequence[Any]
 
@@ -121,3 +121,38 @@ def _apart(shape: tuple[int, ...], plan: str) -> dict[str, float | str]:
 def test_gradients_are_written_as_on_one_process(shape: tuple[int, ...], plan: str) -> None:
     for rank in run_on_ranks(_apart, shape, plan, world_size=4 if len(shape) == 2 else 2):
         assert {k: v for k, v in rank.items() if isinstance(v, str) or not v <= 1e-9} == {}
+
+
+def _kept(plan: str) -> dict[str, float]:
+    """What a script has of a gradient that it keeps while the store adds to it, reduces and clips it, and steps."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    model = autoparallel.compile(copy.deepcopy(plain), mesh_of(2), plan=plan)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (plain, model)]
+    batches = [torch.randn(8, 6, dtype=torch.float64) for _ in range(3)]
+    apart: dict[str, float] = {}
+    for synchronised in ((True, False, True), (False, True, False), (False, False, True)):
+        kept: list[Tensor] = []
+        for m in (plain, model):
+            for x, together in zip(batches, synchronised, strict=True):
+                with contextlib.nullcontext() if together or m is plain else m.no_sync():
+                    m(x).square().mean().backward()
+                if x is batches[0]:
+                    kept.append(m.get_parameter("0.weight").grad)
+        apart[f"{synchronised}, after backwards"] = off(kept[1], kept[0])
+        model.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        apart[f"{synchronised}, clipped"] = off(kept[1], kept[0])
+        with torch.no_grad():
+            for grad in kept:
+                grad.mul_(0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        apart[f"{synchronised}, stepped"] = max(off(kept[1], kept[0]), parameters_off(model, plain))
+    return apart
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
+def test_a_gradient_that_is_kept_is_the_parameters(plan: str) -> None:
+    for rank in run_on_ranks(_kept, plan, world_size=2):
+        assert {name: apart for name, apart in rank.items() if not apart <= 1e-9} == {}

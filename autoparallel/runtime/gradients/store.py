@@ -108,6 +108,7 @@ class GradientStore:
         self._complete: dict[
             str, tuple[ParameterChain | None, torch.Tensor | None]
         ] = {}  # whose hooks are to be called
+        self._replaced: dict[str, weakref.ref[torch.Tensor]] = {}  # gradients that are away to be added to, or reduced
         self._lock = threading.RLock()
         self.passes = BackwardPasses(self._finish_backward, note_raised)
         self.copies: dict[object, KeptCopy] = {}  # by bucket
@@ -140,6 +141,7 @@ class GradientStore:
         if not running.is_counted:
             running.is_counted = True
             self.backwards += 1
+            self._replaced = {}
             self.before_backward()
 
     def note_step(self, settings: str) -> None:
@@ -319,7 +321,7 @@ class GradientStore:
                     self._reduce_pending()
                     self._call_hooks()
             finally:
-                self._complete = {}
+                self._complete, self._replaced = {}, {}
                 note_changes(parameter.grad for parameter in self.parameters.values())
 
     def sum_uses(self, rows: Rows) -> Tensors:
@@ -350,7 +352,8 @@ class GradientStore:
         """Makes a local sum the parameter's gradient, until it is reduced."""
         parameter = self.parameters[chain.name]
         if parameter.grad is None or _torch.dtensor.local_of(parameter.grad) is not accumulator:
-            parameter.grad = self.wrap(chain.name, accumulator, chain.accumulator)
+            self._replace(chain.name, parameter.grad)
+            self._give(chain.name, self.wrap(chain.name, accumulator, chain.accumulator))
         self._pending[chain.name] = chain
 
     def _take_accumulator(self, chain: ParameterChain) -> torch.Tensor | None:
@@ -366,8 +369,23 @@ class GradientStore:
             return local
         if pending is None:  # a whole gradient: it becomes a summand again, mostly without communication
             local = local.to(chain.accumulator_dtype, copy=True)
-        self.parameters[chain.name].grad = None
+        self._replace(chain.name, grad)
         return self.along(local, chain.shape, layout, chain.accumulator)
+
+    def _replace(self, name: str, grad: torch.Tensor | None) -> None:
+        """Takes a gradient away for another that is to come: a script that keeps it has that one then."""
+        if grad is not None:
+            self._replaced[name] = weakref.ref(grad)
+        self.parameters[name].grad = None
+
+    def _give(self, name: str, grad: DTensor) -> None:
+        """Makes a ``DTensor`` a parameter's gradient, by the object that has been taken away if it is alive."""
+        reference = self._replaced.pop(name, None)
+        earlier = None if reference is None else reference()
+        if isinstance(earlier, DTensor) and earlier.dtype == grad.dtype and earlier.device_mesh == grad.device_mesh:
+            _torch.dtensor.become(earlier, grad)
+            grad = earlier
+        self.parameters[name].grad = grad
 
     def along(self, value: torch.Tensor, shape: tuple[int, ...], src: Layout, dst: Layout) -> torch.Tensor:
         """A parameter's value or gradient of a global shape, taken from one layout to another."""
@@ -386,7 +404,7 @@ class GradientStore:
             return grad
         accumulator = self._take_accumulator(chain)
         self._pending.pop(chain.name, None)
-        self.parameters[chain.name].grad = None
+        self._replace(chain.name, self.parameters[chain.name].grad)
         return grad if accumulator is None else accumulator.add_(grad)
 
     def _hand_out(self, chains: Sequence[ParameterChain], values: Tensors) -> None:
@@ -416,11 +434,12 @@ class GradientStore:
                 # A slice would keep the whole gradient alive, and fused optimizers read strides as the parameter's.
                 contiguous = torch.contiguous_format
                 value = value.clone(memory_format=contiguous) if chain.ends_in_slice else value.contiguous()
-                parameter.grad = _torch.dtensor.wrap_local(value, spec)
+                self._give(chain.name, _torch.dtensor.wrap_local(value, spec))
             else:
                 local = gradient_as(grad, spec)
                 if local is not _torch.dtensor.local_of(grad):
-                    parameter.grad = as_parameter(local, parameter)
+                    self._replace(chain.name, grad)
+                    self._give(chain.name, as_parameter(local, parameter))
                 sums.append(local)
                 addends.append(value)
         if sums:
@@ -478,7 +497,7 @@ class GradientStore:
                 self._reduce_pending()
                 self._call_hooks()
             finally:
-                self._complete = {}
+                self._complete, self._replaced = {}, {}
 
     def _reduce_pending(self) -> None:
         groups: dict[Any, list[ParameterChain]] = {}
@@ -492,8 +511,8 @@ class GradientStore:
             specs = [self._spec(c.name, c.accumulator, g.dtype) for c, g in zip(chains, grads, strict=True)]
             locals_ = [gradient_as(grad, spec) for grad, spec in zip(grads, specs, strict=True)]
             finish = self._reduce(chains, locals_, [c.sync for c in chains], owned=True)
-            for chain in chains:
-                self.parameters[chain.name].grad = None
+            for chain, grad in zip(chains, grads, strict=True):
+                self._replace(chain.name, grad)
             self._hand_out(chains, finish())
 
     def settle(self) -> None:
