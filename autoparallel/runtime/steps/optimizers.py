@@ -47,9 +47,9 @@ def watch_optimizers(clipper: Clipper) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    _after_step(optimizer)  # of a step that raised
     if REPLACED and any(parameter in REPLACED for parameter in _parameters_of(optimizer)):
         raise refused_plain("the optimizer holds a plain parameter")  # those made before have been given others
+    _after_step(optimizer)  # of a step that raised
     part: Part | None = None
     changed: tuple[Any, Any] | None = None
     for clipper in list(_CLIPPERS):
