@@ -153,6 +153,28 @@ def test_equal_weights_take_the_mean_of_the_losses() -> None:
     assert max(run_on_ranks(_equal, "regularised", world_size=2)) < 1e-9
 
 
+def _twice(together: bool) -> float:
+    """A microbatch for which the model is called twice, as for pairs."""
+    model, plain = pair("fsdp", (2,), "token_mean")
+    data = batches()[:3]
+
+    def backward(losses: list[Any]) -> None:
+        for loss in [sum(losses)] if together else losses:
+            loss.backward()
+
+    for window in model.accumulate(3, data, weights="equal"):
+        for x, target in window:
+            backward([model(x, target), model(x.roll(1, 0), target)])
+    for x, target in data:
+        backward([LOSSES["token_mean"](plain(inputs), target) / 3 for inputs in (x, x.roll(1, 0))])
+    return gradients_off(model, plain)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_microbatch_counts_once_however_often_the_model_is_called_for_it(together: bool) -> None:
+    assert max(run_on_ranks(_twice, together, world_size=2)) < 1e-9
+
+
 # ------------------------------------------------------------------------------------------------------- strategies
 
 
@@ -340,6 +362,8 @@ def _misuse(case: str) -> None:
             loss = model(x, target)
             if case == "penalty":
                 loss = loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+            if case == "two calls":
+                loss = loss + model(x.roll(1, 0), target)
             loss.backward()
             if i == 1 and case == "clip":
                 model.clip_grad_norm_(1.0)
@@ -360,6 +384,7 @@ def _misuse(case: str) -> None:
         ("step", "optimizer.step() inside no_sync()"),
         ("zero_grad", "was cleared in the middle of a window of accumulate()"),
         ("penalty", "such as a penalty, was differentiated in a window of accumulate()"),
+        ("two calls", "losses of several calls are differentiated together in a window of accumulate()"),
         ("unknown loss", "cannot tell what the loss is a mean over: it adds up what are not all sums"),
     ],
 )

@@ -60,6 +60,8 @@ class Window(Generic[T]):
         self._store, self._source = store, source
         self._total: Any = None
         self._reference: float | None = None
+        self._counted = 0  # the microbatch that was counted last, and the backward that was weighed last
+        self._latest: object = None
 
     def __iter__(self) -> Iterator[T]:
         if self.done:
@@ -117,12 +119,28 @@ class Window(Generic[T]):
             )
 
     def factor(self, weight: Weight, again: bool = False) -> Any:
-        """What the gradient of a microbatch's loss is multiplied by; called for every backward, ``again`` for another
-        one through the same microbatch, which is counted once."""
+        """What the gradient of a call's loss is multiplied by; called for every backward, ``again`` for another one
+        through the same call, which is counted once.
+
+        Raises:
+            RuntimeError: where the losses of two calls are differentiated together, which are means over their own.
+        """
         if weight.value is None:
             return 1.0
         if self._reference is None:
             self._reference = weight.expected * self.steps
+        if self.weights == "equal":  # what is given out counts once, however often the model is called for it
+            again, self._counted = self._counted == self.done, self.done
+        elif not again:
+            running = self._store.passes.running()
+            if running is self._latest:
+                raise RuntimeError(
+                    "losses of several calls are differentiated together in a window of accumulate(), which weighs "
+                    "each by what it is a mean over: their sum is not known to be one of means over as much\n"
+                    'What to change: accumulate(..., weights="equal") counts every microbatch alike, whatever is '
+                    "called for it."
+                )
+            self._latest = running
         if not again:
             self._total = weight.value if self._total is None else self._total + weight.value
         return weight.value / self._reference
