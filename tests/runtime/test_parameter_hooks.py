@@ -216,7 +216,7 @@ def test_a_hook_that_returns_another_shape_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"the hook .*lambda.* on up\.weight .*\(8, 8\).*What to change"):
         model(*batch()).backward()
     model.zero_grad()
-    assert not model._store._complete
+    assert not model._store._hooks._complete
 
 
 def test_hooks_stay_with_parameters_that_are_materialised() -> None:

@@ -5,10 +5,6 @@ backward made it: Partial where ranks hold summands, full-size where the paramet
 where a gradient is, ``zero_grad()`` clears it as it does any other, and ``full_tensor()`` of it is right at any time.
 A synchronising backward adds to it and reduces the sum, once.  What no synchronising backward has reached is reduced
 by clipping or by the optimizer's step.
-
-[Note: when hooks on parameters are called] Once, where a gradient becomes complete: at the end of a synchronising
-backward, on the sum of all that it and the backwards under ``no_sync()`` before it have made; or where a window of
-``accumulate()`` has been divided.  So a hook sees what it would see in one process, where one backward makes it all.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,17 +39,10 @@ from autoparallel.runtime.gradients.backwards import (
     Travel,
     reached,
 )
-from autoparallel.runtime.parameters.hooks import (
-    are_registered,
-    call_accumulated_hooks,
-    call_gradient_hooks,
-    has_accumulated_hooks,
-    has_gradient_hooks,
-    show_always,
-    show_engine,
-)
+from autoparallel.runtime.gradients.hook_calls import HookCalls
+from autoparallel.runtime.parameters.hooks import show_always, show_engine
 from autoparallel.runtime.parameters.parts import note_changes
-from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, lay_like, lies_elsewhere
+from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, lies_elsewhere
 
 
 class KeptCopy:
@@ -105,9 +94,7 @@ class GradientStore:
             if parameter.requires_grad and parameter.dtype.itemsize < 4:
                 parameter.grad_dtype = None  # accumulators are float32
         self._pending: dict[str, ParameterChain] = {}
-        self._complete: dict[
-            str, tuple[ParameterChain | None, torch.Tensor | None]
-        ] = {}  # whose hooks are to be called
+        self._hooks = HookCalls(parameters, lambda chain, value: self._add([chain], [value]))
         self._replaced: dict[str, weakref.ref[torch.Tensor]] = {}  # gradients that are away to be added to, or reduced
         self._lock = threading.RLock()
         self.passes = BackwardPasses(self._finish_backward, note_raised)
@@ -284,29 +271,20 @@ class GradientStore:
         return travel
 
     def _take_beside(self, name: str, grad: torch.Tensor) -> torch.Tensor | None:
-        """Takes what the engine is about to add to a parameter's ``.grad`` by itself, of what the loop has computed
-        beside the model (a penalty): hooks see it together with the model's gradient. Zeros are added instead."""
-        parameter = self.parameters[name]
-        adds = _torch.autograd.adds_to_grad(parameter)  # torch.autograd.grad() does not
-        if self.window is not None and adds:
+        """Sees what the engine is about to add to a parameter's ``.grad`` by itself, of what the loop has computed
+        beside the model (a penalty)."""
+        if self.window is None and not self.synchronise:
+            return None
+        adds = _torch.autograd.adds_to_grad(self.parameters[name])  # torch.autograd.grad() does not
+        if adds:
+            self.passes.running()
+        if self.window is None:
+            with torch.no_grad(), self._lock:
+                return self._hooks.take_beside(name, grad, adds)
+        if adds:
             self.window.beside = name
             self.window.names[name] = None
-            self.passes.running()
-        if self.window is not None or not self.synchronise:
-            return None
-        with torch.no_grad(), self._lock:
-            chain, before = self._complete.get(name, (None, None))
-            if not has_gradient_hooks(parameter):
-                value = None
-            else:
-                value = _torch.dtensor.local_of(lay_like(grad, parameter))  # type: ignore[arg-type]
-                if not adds:
-                    return as_parameter(call_gradient_hooks(name, parameter, as_parameter(value, parameter)), parameter)
-                value = value.clone() if before is None else before + value
-            if adds:
-                self._complete[name] = chain, value
-                self.passes.running()
-            return None if value is None else torch.zeros_like(parameter)
+        return None
 
     def _finish_backward(self, ended: BackwardPass) -> None:
         """Waits for the reductions that a backward has started and hands their results out."""
@@ -319,9 +297,10 @@ class GradientStore:
                     hand_out(travel())
                 if self.synchronise:
                     self._reduce_pending()
-                    self._call_hooks()
+                    self._hooks.call()
             finally:
-                self._complete, self._replaced = {}, {}
+                self._hooks.forget()
+                self._replaced = {}
                 note_changes(parameter.grad for parameter in self.parameters.values())
 
     def sum_uses(self, rows: Rows) -> Tensors:
@@ -409,17 +388,8 @@ class GradientStore:
 
     def _hand_out(self, chains: Sequence[ParameterChain], values: Tensors) -> None:
         """Adds reduced gradients to ``.grad``; those that hooks are to see first, when all of them are there."""
-        if self.window is None and are_registered():
-            rows, chains, values = zip(chains, values, strict=True), [], []
-            for chain, value in rows:
-                if has_gradient_hooks(self.parameters[chain.name]):
-                    before = self._complete.get(chain.name, (chain, None))[1]
-                    self._complete[chain.name] = chain, value if before is None else before + value
-                    continue
-                if has_accumulated_hooks(self.parameters[chain.name]):
-                    self._complete[chain.name] = chain, None
-                chains.append(chain)
-                values.append(value)
+        if self.window is None:
+            chains, values = self._hooks.keep_back(chains, values)
         if chains:
             self._add(chains, values)
 
@@ -447,34 +417,6 @@ class GradientStore:
         if self.when_reduced is not None and (self.window is None or self.window.divisor() is None):
             self.when_reduced([chain.name for chain in chains])
 
-    def _call_hooks(self) -> None:
-        """See [Note: when hooks on parameters are called]."""
-        if not self._complete:
-            return
-        complete, self._complete = self._complete, {}
-        with torch.no_grad():
-            for name, (chain, value) in complete.items():
-                if value is not None:
-                    parameter = self.parameters[name]
-                    grad = as_parameter(value.to(parameter.dtype).contiguous(), parameter)
-                    value = call_gradient_hooks(name, parameter, grad).clone()  # hooks may keep theirs
-                    if chain is not None:
-                        self._add([chain], [value])
-                    elif parameter.grad is not None:  # the engine has added zeros
-                        parameter.grad.add_(as_parameter(value, parameter))
-            call_accumulated_hooks(self.parameters[name] for name in complete)
-
-    def _call_hooks_of_window(self, names: Iterable[str]) -> None:
-        with torch.no_grad():
-            complete = {name: self.parameters[name] for name in names if self.parameters[name].grad is not None}
-            for name, parameter in complete.items():
-                grad = parameter.grad
-                if has_gradient_hooks(parameter) and isinstance(grad, DTensor):
-                    local = _torch.dtensor.local_of(grad)
-                    twin = _torch.dtensor.wrap_local(local.clone(), _torch.dtensor.spec_of(grad))  # hooks may keep it
-                    local.copy_(call_gradient_hooks(name, parameter, twin))
-            call_accumulated_hooks(complete.values())
-
     # -- from clipping, the optimizer, and the outside --------------------------------------------------------------
 
     def wrap(self, name: str, local: torch.Tensor, layout: Layout) -> DTensor:
@@ -495,9 +437,10 @@ class GradientStore:
         with self._lock:
             try:
                 self._reduce_pending()
-                self._call_hooks()
+                self._hooks.call()
             finally:
-                self._complete, self._replaced = {}, {}
+                self._hooks.forget()
+                self._replaced = {}
 
     def _reduce_pending(self) -> None:
         groups: dict[Any, list[ParameterChain]] = {}
@@ -526,7 +469,7 @@ class GradientStore:
             grads = [p.grad for p in self.parameters.values() if p.grad is not None]
             for alike in _torch.tensors.by_dtype(map(_torch.dtensor.local_of, grads)):
                 torch._foreach_div_(alike, divisor)
-        self._call_hooks_of_window(window.names)
+        self._hooks.call_after_window(window.names)
 
     def pending_layouts(self) -> dict[str, Layout]:
         """How the gradients lie that are still summands, by name."""
