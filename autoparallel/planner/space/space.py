@@ -195,11 +195,14 @@ class SearchSpace:
             modes = _texts(str(way.mode) for way in call_modes(node)) if is_tensor(node) else "whole"
             return f"{problem}: it leaves none of the ways to run {where}: {modes}; {cure}, or register_rule() for it"
         left = _texts(",".join(map(str, option.modes)) for option in options)
+        of_batch = ""
+        if any(self._batch_sizes(node)):
+            of_batch = (
+                "; the first dim of the first input is taken for the batch: x[None] gives one to an input that has none"
+            )
         return (
             f"{problem}: it leaves {where} to run as {left}, which does not go together with what it leaves for what "
-            f"that reads; {cure}, or register_rule() for it"
-            + "; the first dim of the first input is taken for the batch: x[None] gives one to an input that has none"
-            * any(self._batch_sizes(node))
+            f"that reads; {cure}, or register_rule() for it{of_batch}"
         )
 
     def _batch_sizes(self, node: fx.Node | None) -> Iterable[int]:

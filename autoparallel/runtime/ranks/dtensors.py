@@ -35,7 +35,7 @@ from autoparallel.runtime.parameters.parts import note_changes, origin_of, repli
 from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere, local_view, part_like
 from autoparallel.runtime.ranks.agreement import agreement_of
 from autoparallel.runtime.ranks.files import watch_files
-from autoparallel.runtime.ranks.writes import is_summed, keep, keep_kinds, plain_number, watch_writes
+from autoparallel.runtime.ranks.writes import OF_COPIES, is_summed, keep, keep_kinds, plain_number, watch_writes
 
 _ATEN = torch.ops.aten
 _FILLED = ("exponential_", "geometric_", "cauchy_", "log_normal_", "random_")
@@ -224,8 +224,7 @@ def join(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, 
 
 _MIXED = (
     "What to change: x.full_tensor(), on every rank, is the plain tensor of a parameter, a gradient or an output "
-    '(compile(outputs="gather") returns outputs so); a copy or an average of the model is made of the compiled one, '
-    "after compile() (copy.deepcopy(model)), and lies as it does."
+    f'(compile(outputs="gather") returns outputs so); {OF_COPIES}'
 )
 
 

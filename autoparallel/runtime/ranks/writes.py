@@ -61,16 +61,16 @@ def view(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not isinstance(source, DTensor) or lies_elsewhere(source):
             return operator(*args, **kwargs)
         try:
-            result, is_to_plain = operator(*args, **kwargs), False
+            result, is_gathered = operator(*args, **kwargs), False
         except (RuntimeError, NotImplementedError):  # such as to take apart the dim that is cut
             if all(p.is_replicate() for p in source.placements):
                 raise
-            result, is_to_plain = operator(_torch.dtensor.gather(source), *rest, **kwargs), True
-    if is_to_plain:
+            result, is_gathered = operator(_torch.dtensor.gather(source), *rest, **kwargs), True
+    if is_gathered:
         result = pytree.tree_map_only(Tensor, lambda x: replicated(x, source.device_mesh), result)
     origin = origin_of(source)
     for number, part in enumerate([result] if isinstance(result, Tensor) else result):
-        if origin is None and not is_to_plain and _is_cut_alike(part, source):
+        if origin is None and not is_gathered and _is_cut_alike(part, source):
             continue
 
         def step(x: Tensor, number: int = number) -> Tensor:
@@ -117,14 +117,20 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
     return target
 
 
+OF_COPIES = (
+    "a copy or an average of the model is made of the compiled one, after compile() (copy.deepcopy(model)), and lies "
+    "as it does."
+)
+"""What to change where the plain tensors are copies of parameters."""
+
+
 def _write_plain(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an operator writes to a plain tensor: numbers of ``DTensor``s, as ``total += p.grad.norm()`` has them."""
     rest = args[1:], dict(kwargs)
     if any(isinstance(x, DTensor) and x.ndim for x in pytree.tree_leaves(rest)):
         raise RuntimeError(
             f"{operator} writes a parameter that lies on a mesh, a DTensor, to a plain tensor\nWhat to change: "
-            "p.full_tensor(), on every rank, gives a plain one; a copy or an average of the model is made of the "
-            "compiled one, after compile() (copy.deepcopy(model)), and lies as it does."
+            f"p.full_tensor(), on every rank, gives a plain one; {OF_COPIES}"
         )
     keep_kinds((args, kwargs))
     rest, named = pytree.tree_map_only(DTensor, plain_number, rest)
