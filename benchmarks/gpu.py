@@ -244,19 +244,34 @@ def measure_policy(bench: Bench, mesh: DeviceMesh, shape: Shape, profile: Profil
     """The rows of parameters in float32 that are used in bfloat16, against FSDP2."""
     ids, targets = _tokens(shape, bench.device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = _build(shape, torch.float32, bench.device)
-    ours = autoparallel.compile(copy.deepcopy(model), mesh, loss_fn=loss_fn, precision=policy, hardware=profile)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    steps = [_step(ours, lambda: ours(ids, targets)), _step(model, lambda: loss_fn(model(ids), targets))]
-    mine, theirs = bench.seconds(*steps, together=STEPS)
-    rows: list[Sequence[str]] = [_row("step, bfloat16 policy", "autoparallel", mine, "FSDP2", theirs, 1.0)]
-    if bench.on_gpu:
-        steps[0]()
-        extra = [(bench.peak(step) or 0.0) / 1e9 for step in steps]
-        rows.append(("peak of both", "with ours", f"{extra[0]:.2f} GB", "with FSDP2", f"{extra[1]:.2f} GB", "", ""))
+    plain = _build(shape, torch.float32, bench.device)
+    rows: list[Sequence[str]] = []
+    for backend, ours, theirs in (("eager", "", ""), ("inductor", ", inductor", ", blocks compiled")):
+        mine = autoparallel.compile(
+            copy.deepcopy(plain), mesh, loss_fn=loss_fn, precision=policy, hardware=profile, backend=backend
+        )
+        other = copy.deepcopy(plain)
+        for block in other.blocks:
+            if backend == "inductor":
+                block.compile()
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(other, mesh=mesh, mp_policy=policy)
+        steps = [_step(mine, _loss_of(mine, ids, targets)), _step(other, _loss_of(other, ids, targets, loss_fn))]
+        times = bench.seconds(*steps, together=STEPS)
+        rows.append(_row("step, bfloat16 policy", f"autoparallel{ours}", times[0], f"FSDP2{theirs}", times[1], 1.0))
+        if bench.on_gpu:
+            steps[0]()
+            extra = [(bench.peak(step) or 0.0) / 1e9 for step in steps]
+            rows.append(("peak of both", "with ours", f"{extra[0]:.2f} GB", "with FSDP2", f"{extra[1]:.2f} GB", "", ""))
+        del mine, other, steps
+        gc.collect()
     return rows
+
+
+def _loss_of(
+    model: Any, ids: torch.Tensor, targets: torch.Tensor, loss: Callable[..., torch.Tensor] | None = None
+) -> Callable[[], torch.Tensor]:
+    return (lambda: model(ids, targets)) if loss is None else lambda: loss(model(ids), targets)
 
 
 def _row(what: str, ours: str, mine: float, theirs: str, other: float, wanted: float) -> Sequence[str]:

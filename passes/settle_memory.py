@@ -65,7 +65,7 @@ def _make_strided(emit: Emitter, node: fx.Node) -> Any:
     start = relative_start(node)
     assert start is not None, "what cannot be rewritten is refused before"
     flat = emit(aten.reshape.default, x, [-1])
-    index = _positions(emit, v["size"], v["stride"], start)
+    index = _positions(emit, v["size"], v["stride"], start, node.meta["val"].device)
     if node.target is aten.as_strided.default:
         return emit(aten.reshape.default, emit(aten.index_select.default, flat, 0, index), v["size"])
     source = emit(aten.reshape.default, v["src"], [-1])
@@ -73,18 +73,19 @@ def _make_strided(emit: Emitter, node: fx.Node) -> Any:
     return emit(aten.reshape.default, written, emit.sizes(x))
 
 
-def _positions(emit: Emitter, sizes: Sequence[Any], strides: Sequence[Any], start: int) -> fx.Node:
+def _positions(
+    emit: Emitter, sizes: Sequence[Any], strides: Sequence[Any], start: int, device: torch.device
+) -> fx.Node:
     """Where the elements of a strided tensor lie, in its order; one-dimensional."""
-    cpu = torch.device("cpu")
     index: fx.Node | None = None
     for d, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
-        along = emit(aten.arange.default, size, dtype=torch.int64, device=cpu)
+        along = emit(aten.arange.default, size, dtype=torch.int64, device=device)
         along = emit(aten.mul.Tensor, along, stride) if isinstance(stride, int) else emit(torch.mul, along, stride)
         for _ in range(len(sizes) - 1 - d):
             along = emit(aten.unsqueeze.default, along, -1)
         index = along if index is None else emit(aten.add.Tensor, index, along)
     if index is None:
-        index = emit(aten.full.default, [], 0, dtype=torch.int64, device=cpu)
+        index = emit(aten.full.default, [], 0, dtype=torch.int64, device=device)
     if start:
         index = emit(aten.add.Tensor, index, start)
     return emit(aten.reshape.default, index, [-1])

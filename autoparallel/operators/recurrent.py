@@ -32,7 +32,8 @@ def recurrent(
         widths = [state.shape[0] * state.shape[2] for state in states]
         return x.new_empty(rows, sum(widths) + steps * (1 + bidirectional) * states[0].shape[2])
     run = getattr(torch.ops.aten, kind).input
-    before = list(states) if kind == "lstm" else states[0]
+    states = [state.contiguous() for state in states]  # as cuDNN wants them, where a rank has some of the rows
+    before = states if kind == "lstm" else states[0]
     train = any(w.requires_grad for w in weights)
     outputs, *last = run(x, before, list(weights), biases, layers, 0.0, train, bidirectional, batch_first)
     parts = [*(state.transpose(0, 1) for state in last), outputs if batch_first else outputs.transpose(0, 1)]

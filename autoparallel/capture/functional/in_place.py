@@ -135,13 +135,15 @@ def _copied_value(node: fx.Node, buffers: Set[fx.Node]) -> fx.Node | None:
 
 
 def cast_copies(graph: fx.Graph) -> None:
-    """Casts what is copied into a tensor of another dtype; of a model's own, ``run_decompositions`` forgets it."""
+    """Casts what is copied into a tensor of another dtype or device; ``run_decompositions`` forgets the dtype of a
+    model's own, and reads what is copied where it is written."""
     for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
         written, source = (x.meta["val"] for x in node.args[:2])
-        if source.dtype != written.dtype:
+        options = {name: getattr(written, name) for name in ("dtype", "device")}
+        if any(getattr(source, name) != option for name, option in options.items()):
             with graph.inserting_before(node):
-                cast = graph.call_function(aten._to_copy.default, (node.args[1],), {"dtype": written.dtype})
-            cast.meta = {"val": source.to(written.dtype), **marks_of(node)}
+                cast = graph.call_function(aten._to_copy.default, (node.args[1],), options)
+            cast.meta = {"val": source.to(**options), **marks_of(node)}
             node.update_arg(1, cast)
 
 

@@ -212,9 +212,12 @@ class Clipper:
             raise RuntimeError(f"{what} inside no_sync(): gradients are not reduced yet; call it after the window")
         store.passes.end_dead()
         pending = store.pending_layouts()
-        grads = {name: p.grad for name, p in store.parameters.items() if p.grad is not None}
-        for name, grad in grads.items():
-            parameter = store.parameters[name]
+        grads: dict[str, torch.Tensor] = {}
+        for name, parameter in store.parameters.items():
+            grad = parameter.grad
+            if grad is None:
+                continue
+            grads[name] = grad
             if pending or not (type(grad) is DTensor and spec_of(grad) is spec_of(parameter)):  # type: ignore[arg-type]
                 self._require_ours(what, name, parameter, grad, pending.get(name))
         if not grads or pending or store.window is not None:
@@ -255,9 +258,9 @@ class Clipper:
             names, everyone, device = self.store.names, self.store.everyone, self.store.mesh.device_type
             program = NormProgram(layouts, p, names, sizes, self.store.prefix, norms, everyone, device)
             self._programs[key] = program
-        runs = {names: arithmetic.join([_torch.dtensor.local_of(grads[n]) for n in names]) for names in program.sets}
+        runs = {names: arithmetic.join(_torch.dtensor.locals_of([grads[n] for n in names])) for names in program.sets}
         norms_of = self._known_norms(grads, p)  # a tensor's norm has the same norm
-        measured = ([norms_of.get(_place(run), run) for run in runs[names]] for names in program.sets)
+        measured = ([norms_of.get(_place(x), x) for x in runs[names]] if norms_of else runs[names] for names in runs)
         with torch.no_grad():
             inputs = [tensors or _empty(grads, names) for tensors, names in zip(measured, program.sets, strict=True)]
             return program(*inputs), runs
@@ -294,7 +297,7 @@ class Clipper:
             members = [run for of, some in runs.items() if of[0] in names for run in some]
             if not members or limit == float("inf"):
                 continue
-            _torch.tensors.multiply(arithmetic.join(members), arithmetic.clip_coefficient(norms[i], limit))
+            _torch.tensors.multiply(members, arithmetic.clip_coefficient(norms[i], limit))
 
     def _visible(self, norms: torch.Tensor, grads: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Norms in the dtype that users see: float64 for gradients of float64, else float32."""

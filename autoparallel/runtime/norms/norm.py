@@ -40,27 +40,32 @@ def join(tensors: Sequence[Tensor]) -> list[Tensor]:
     them. Empty tensors are left out.
     """
     joined: list[Tensor] = []
-    views: list[tuple[int, int, Tensor, Tensor]] = []  # address, elements, tensor, what it is a view of
+    by_base: dict[int, tuple[Tensor, list[Tensor]]] = {}
     for t in tensors:
-        size = t.numel()
-        base = t._base if size else None
-        if base is not None and t.is_contiguous():
-            views.append((t.data_ptr(), size, t, base))
-        elif size:
+        if not t.numel():
+            continue
+        base = t._base
+        if base is None:
             joined.append(t)
-    views.sort(key=lambda view: view[0])
-    first = last = 0
-    while first < len(views):
-        pointer, total, t, base = views[first]
-        end = pointer + total * t.itemsize
-        for last in range(first + 1, len(views) + 1):
-            if last == len(views):
-                break
-            pointer, size, other, owner = views[last]
-            if pointer != end or owner is not base or other.dtype != t.dtype:
-                break
-            total += size
-            end += size * t.itemsize
+        else:
+            by_base.setdefault(id(base), (base, []))[1].append(t)
+    for base, views in by_base.values():
+        joined += views if len(views) == 1 else _join_views(base, views)
+    return joined
+
+
+def _join_views(base: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
+    """``join`` of views of one tensor."""
+    joined = [t for t in views if not t.is_contiguous()]
+    places = [(t.data_ptr(), t.numel(), t) for t in views if t.is_contiguous()]
+    places.sort(key=lambda place: place[0])
+    first = 0
+    while first < len(places):
+        pointer, total, t = places[first]
+        end, last = pointer + total * t.itemsize, first + 1
+        while last < len(places) and places[last][0] == end and places[last][2].dtype == t.dtype:
+            total += places[last][1]
+            end, last = pointer + total * t.itemsize, last + 1
         joined.append(t if last == first + 1 else base.as_strided((total,), (1,), t.storage_offset()))
         first = last
     return joined

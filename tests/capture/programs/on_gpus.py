@@ -203,6 +203,14 @@ class FlexAttentionCausal(_Attention):
         return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s - 0.1 * (i - j), block_mask=mask)
 
 
+@program(device="cuda", batch=_wide)
+class FlexAttentionInBfloat16(_Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n = q.shape[-2]
+        mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 40), None, None, n, n, device="cuda")
+        return flex_attention(q, k, v, block_mask=mask)
+
+
 @program(device="cuda", batch=_sequences)
 class CudnnRecurrent(nn.Module):
     def __init__(self) -> None:
