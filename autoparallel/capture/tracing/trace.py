@@ -190,12 +190,14 @@ def refuse(what: str, cure: str) -> CaptureError:
 
 
 def refused_function(original: Callable[..., Any], what: str, cure: str) -> Callable[..., Any]:
-    """What stands for a function of torch while models are traced: it raises ``CaptureError`` where one calls it."""
+    """What stands for a function of torch while models are traced: it raises ``CaptureError`` where one calls it, also
+    in what leaves no trace, where it is given tensors that have no memory."""
 
     def function(*args: Any, **options: Any) -> Any:
         caller = str(sys._getframe(1).f_globals.get("__name__"))
         if listening() is None or caller.startswith("torch._dynamo"):  # puts back what its tracing has moved
-            return original(*args, **options)
+            if CURRENT.value is None or not any(hasattr(x, "fake_mode") for x in args):
+                return original(*args, **options)
         raise refuse(what, cure)
 
     return function
