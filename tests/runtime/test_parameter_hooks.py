@@ -175,6 +175,28 @@ def test_in_a_window_hooks_come_after_the_division(plan: str) -> None:
     assert len(steps) == 2 and off(*steps) < 1e-12
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
+@pytest.mark.parametrize("plan", PLANS)
+def test_hooks_that_follow_the_accumulation_go_on_from_before_compile(plan: str) -> None:
+    handles: list[Any] = []
+
+    def halve(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.mul_(0.5)
+
+    def register(m: nn.Module) -> None:
+        handles.extend(p.register_post_accumulate_grad_hook(halve) for p in m.parameters())
+
+    model, plain = _alone(plan, register, "before")
+    for number in range(2):
+        _step(model, plain, number)
+        assert gradients_off(model, plain) < 1e-12
+    for handle in handles:
+        handle.remove()
+    _step(model, plain, 2)
+    assert gradients_off(model, plain) < 1e-12
+
+
 def _step_in_backward(parameters: nn.Module) -> None:
     optimizers = {p: torch.optim.AdamW([p], lr=0.1) for p in parameters.parameters()}
 

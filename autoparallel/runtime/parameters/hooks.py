@@ -92,11 +92,13 @@ def require_own_hooks(name: str, parameter: torch.Tensor) -> None:
 
 
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Gives a parameter's hooks to the ``DTensor`` that takes its place, out of the engine's sight."""
+    """Gives a parameter's hooks to the ``DTensor`` that takes its place, out of the engine's sight; it keeps none."""
     for name in _torch.autograd.HOOKS:
         hooks = getattr(source, name, None)
         if not isinstance(hooks, ParameterHooks):
             hooks = ParameterHooks(hooks)
+        if source is not target:  # or what is registered on it from now on is called for the other, too
+            setattr(source, name, None)
         setattr(target, name, hooks)
 
 
