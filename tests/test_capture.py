@@ -186,7 +186,7 @@ REFUSED = {
     "a generator": (_Generator, r"draws from a torch.Generator of its own", "leave out generator="),
     "a seed": (_Seeds, r"sets torch's generator \(torch.manual_seed\)", "keep them in a buffer"),
     "numpy": (_Numpy, r"cannot be captured", "What to change"),
-    "changes its input": (_ChangesInput, r"changes its input x in place", r"x\.clone\(\)"),
+    "changes its input": (_ChangesInput, r"changes its input x in place", r"x\.clone\(\).* by a module around it"),
     "changes a part of its input": (_ChangesPart, r"changes its input x in place", r"x\.clone\(\)"),
     "changes a parameter": (_ChangesParameter, r"changes its parameter .*scale in place", "buffer|optimizer"),
     "flex attention of a module": (_FlexOfModule, "FlexAttention scores or masks reads a _FlexOfM", "window = self"),

@@ -436,5 +436,8 @@ def refused_mutation(target: str, node: fx.Node, model: nn.Module) -> CaptureErr
     if kind == "args" and name.isdigit() and int(name) < len(names):
         name = names[int(name)]
     return refusal(
-        f"the model changes its input {name or target} in place", line_of(node), "work on a copy (x = x.clone())"
+        f"the model changes its input {name or target} in place",
+        line_of(node),
+        "work on a copy (x = x.clone()); a class that is not yours is given one by a module around it, whose forward "
+        "calls it with x.clone()",
     )
