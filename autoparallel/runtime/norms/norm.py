@@ -181,7 +181,20 @@ def pack(totals: Sequence[Tensor], originals: Sequence[Tensor], p: float, parts:
 
 
 def _over(both: Tensor, p: float) -> Tensor:
-    return both.amax(1) if math.isinf(p) else both.sum(1)
+    return both.amax(-1) if math.isinf(p) else both.sum(-1)
+
+
+def norms_here(sums: Sequence[Tensor], p: float, parts: Sequence[Sequence[int]]) -> Tensor:
+    """The global norms, [norms], where no other rank has a share: the values say themselves what is not finite.
+
+    Args:
+        sums: one for each set of gradients, float64 scalars.
+        p: positive, or inf.
+        parts: for each norm, the indices of the sums that it is made of.
+    """
+    alone = [[sums[i] for i in part] or [torch.zeros_like(sums[0])] for part in parts]
+    totals = torch.stack([some[0] if len(some) == 1 else _over(torch.stack(some), p) for some in alone])
+    return totals if math.isinf(p) else totals.pow(1.0 / p)
 
 
 def reduce_packed(packed: Tensor, p: float, group: str) -> Tensor:

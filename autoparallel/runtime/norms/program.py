@@ -15,13 +15,22 @@ With w sharded over "tp" and b replicated, on the mesh axes "dp" and "tp", one n
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoparallel.comm.groups import group_name
 from autoparallel.placements import Layout
-from autoparallel.runtime.norms.norm import count_once, finish_norm, local_sum, pack, reduce_packed, require_norm_type
+from autoparallel.runtime.norms.norm import (
+    count_once,
+    finish_norm,
+    local_sum,
+    norms_here,
+    pack,
+    reduce_packed,
+    require_norm_type,
+)
 
 
 class NormProgram:
@@ -57,7 +66,8 @@ class NormProgram:
         everyone: str | None = None,
         device: str = "cpu",
     ) -> None:
-        self._norm_type, self._device = require_norm_type(norm_type), device
+        self._norm_type = require_norm_type(norm_type)
+        self._alike: dict[str, Any] = {"dtype": torch.float64, "device": device}
         wanted = [frozenset(gradients)] if norms is None else [frozenset(names) for names in norms]
         sets: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
         for name, layout in gradients.items():
@@ -75,9 +85,11 @@ class NormProgram:
         """The norms, float64 [norms], from a list of local tensors, at least one, for each set."""
         p = self._norm_type
         sums = [local_sum(some, p) for some in grads]
+        if self.group is None:
+            return norms_here(sums, p, self.parts) if sums else torch.zeros(len(self.parts), **self._alike)
         if sums:
             shares = [count_once(total, groups) for total, groups in zip(sums, self.replicas, strict=True)]
             packed = pack(shares, sums, p, self.parts)
         else:
-            packed = torch.zeros((2, len(self.parts)), dtype=torch.float64, device=self._device)
-        return finish_norm(packed if self.group is None else reduce_packed(packed, p, self.group), p)
+            packed = torch.zeros((2, len(self.parts)), **self._alike)
+        return finish_norm(reduce_packed(packed, p, self.group), p)
