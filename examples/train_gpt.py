@@ -5,6 +5,7 @@ On one process, or on four with two mesh axes; the script and the loss curve are
     python examples/train_gpt.py
     torchrun --nproc-per-node 4 examples/train_gpt.py --mesh 2,2
 
+On GPUs, one for each process, with ``--device cuda``.
 The model below knows nothing of meshes. `autoparallel.compile` decides how its parameters and activations lie on the
 mesh, and the loop is the one you would write for one device: batches are global, and the same on every rank.
 """
@@ -111,23 +112,25 @@ def draw_batch(text: Tensor, context: int, generator: torch.Generator) -> tuple[
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def make_mesh(option: str | None) -> DeviceMesh | None:
+def make_mesh(option: str | None, device: str) -> DeviceMesh | None:
     """'2,2' is two mesh axes of two ranks. Without the option, all processes there are lie on one axis."""
     if option is None:
         return None
     shape = tuple(int(size) for size in option.split(","))
-    return init_device_mesh("cpu", shape, mesh_dim_names=AXIS_NAMES[len(shape)])
+    return init_device_mesh(device, shape, mesh_dim_names=AXIS_NAMES[len(shape)])
 
 
-def train(steps: int, plan: autoparallel.Preset, mesh: DeviceMesh | None) -> list[tuple[float, float]]:
+def train(
+    steps: int, plan: autoparallel.Preset, mesh: DeviceMesh | None, device: str = "cpu"
+) -> list[tuple[float, float]]:
     """Loss and gradient norm of every optimizer step."""
     torch.manual_seed(0)
-    text = read_text()
+    text = read_text().to(device)
     generator = torch.Generator().manual_seed(0)
     config = GPTConfig()
     example = draw_batch(text, config.context, torch.Generator().manual_seed(1))
 
-    model = autoparallel.compile(GPT(config), mesh, loss_fn=token_loss, example_inputs=example, plan=plan)
+    model = autoparallel.compile(GPT(config).to(device), mesh, loss_fn=token_loss, example_inputs=example, plan=plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps + 1, pct_start=0.2)
 
@@ -149,7 +152,7 @@ def train(steps: int, plan: autoparallel.Preset, mesh: DeviceMesh | None) -> lis
     with progress:
         task = progress.add_task("train", total=steps, loss=float("nan"), norm=float("nan"))
         for step in range(steps):
-            total = torch.zeros(())
+            total = torch.zeros((), device=device)
             for micro in range(ACCUMULATION):
                 x, y = draw_batch(text, config.context, generator)
                 with nullcontext() if micro == ACCUMULATION - 1 else model.no_sync():
@@ -191,10 +194,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--plan", default="auto", help="auto, data_parallel, fsdp or tensor_parallel")
     parser.add_argument("--mesh", help="sizes of the mesh axes, such as 2,2 (default: all processes on one axis)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where to train (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("loss_curve.png"), help="the picture (default: %(default)s)")
     options = parser.parse_args()
 
-    history = train(options.steps, options.plan, make_mesh(options.mesh))
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    history = train(options.steps, options.plan, make_mesh(options.mesh, options.device), options.device)
     if not dist.is_initialized() or dist.get_rank() == 0:
         save(history, options.out)
         print(f"loss {history[0][0]:.3f} -> {history[-1][0]:.3f}; the curve is in {options.out}")

@@ -202,13 +202,20 @@ class FlexAttentionCausal(_Attention):
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device="cuda")
         return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s - 0.1 * (i - j), block_mask=mask)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()
+
 
 @program(device="cuda", batch=_wide)
-class FlexAttentionInBfloat16(_Attention):
+class FlexAttentionCompiled(_Attention):
+    """The kernel that ``torch.compile`` makes of it, in both runs."""
+
+    attention = staticmethod(torch.compile(flex_attention))
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n = q.shape[-2]
         mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 40), None, None, n, n, device="cuda")
-        return flex_attention(q, k, v, block_mask=mask)
+        return self.attention(q, k, v, block_mask=mask)
 
 
 @program(device="cuda", batch=_sequences)
