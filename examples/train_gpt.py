@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--plan", default="auto", help="auto, data_parallel, fsdp or tensor_parallel")
     parser.add_argument("--mesh", help="sizes of the mesh axes, such as 2,2 (default: all processes on one axis)")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where to train (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("loss_curve.png"), help="the picture (default: %(default)s)")
     options = parser.parse_args()
 
