@@ -113,7 +113,7 @@ def _apart(shape: tuple[int, ...], plan: str) -> dict[str, float | str]:
     ("shape", "plan"),
     [
         ((2,), "fsdp"),
-        ((2,), "tensor_parallel"),
+        pytest.param((2,), "tensor_parallel", marks=pytest.mark.wide),
         pytest.param((2, 2), "hybrid", marks=pytest.mark.wide),
         pytest.param((2, 2), "fsdp_tensor_parallel", marks=pytest.mark.wide),
     ],
