@@ -227,6 +227,10 @@ class GlobalsRead:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         return is_installed(frame.f_code.co_filename) and package not in self._packages
 
+    def _refuse(self, problem: str) -> None:
+        """Keeps the first problem, for when the model's call is over."""
+        self._problem = self._problem or problem
+
     def _note_globals(self, frame: types.FrameType, chains: frozenset[tuple[str, ...]]) -> None:
         table = frame.f_globals
         if ("globals",) in chains and "globals" not in table:  # any of them
@@ -238,7 +242,7 @@ class GlobalsRead:
             if isinstance(value, dict | WeakKeyDictionary):
                 ids = {*map(_key_id, value)}
                 if not ids.isdisjoint(self._members) or ("type",) in chains and not ids.isdisjoint(self._classes):
-                    self._problem = self._problem or (
+                    self._refuse(
                         f"the model looks itself up in {name}, a {type(value).__name__} by modules, tensors or types, "
                         f"in {line_of_frame(frame)}: what is traced, a copy, is not among them\n"
                         "What to change: keep what is there in attributes of the modules."
@@ -259,7 +263,7 @@ class GlobalsRead:
             for name in chain[1:]:
                 value = getattr(value, name, MISSING)
             if any(id(x) in self._classes for x in (value if isinstance(value, _COLLECTIONS) else (value,))):
-                self._problem = self._problem or (
+                self._refuse(
                     f"the model compares a type with {'.'.join(chain)} in {line_of_frame(frame)}: what is traced is of "
                     f"types that are derived from such\n"
                     f"What to change: isinstance(x, {'.'.join(chain)})."
@@ -373,7 +377,7 @@ class GlobalsRead:
         if isinstance(value, types.ModuleType) or not is_plain(value) and is_installed(frame.f_code.co_filename):
             return
         if isinstance(value, Iterator):
-            self._problem = self._problem or (
+            self._refuse(
                 f"the model reads {label}, a {type(value).__name__} that has another value at every call, in "
                 f"{line_of_frame(frame)}\nWhat to change: take the value outside of the model and pass it in."
             )

@@ -195,10 +195,10 @@ def refused_function(original: Callable[..., Any], what: str, cure: str) -> Call
 
     def function(*args: Any, **options: Any) -> Any:
         caller = str(sys._getframe(1).f_globals.get("__name__"))
-        if listening() is None or caller.startswith("torch._dynamo"):  # puts back what its tracing has moved
-            if CURRENT.value is None or not any(hasattr(x, "fake_mode") for x in args):
-                return original(*args, **options)
-        raise refuse(what, cure)
+        follows = listening() is not None and not caller.startswith("torch._dynamo")  # which puts back what it moves
+        if follows or CURRENT.value is not None and any(hasattr(x, "fake_mode") for x in args):
+            raise refuse(what, cure)
+        return original(*args, **options)
 
     return function
 

@@ -54,8 +54,7 @@ class Factors(Iterable[Factor]):
 
     def add(self, scope: Scope, table: Array) -> None:
         """Adds a table over some variables."""
-        places = self._places.get(id(table))
-        (self._new_places(table) if places is None else places).append(scope)
+        self.extend(table, (scope,))
 
     def extend(self, table: Array, places: Sequence[Scope]) -> None:
         """Adds a table at some places."""
