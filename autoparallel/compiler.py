@@ -35,12 +35,14 @@ from autoparallel.report.explain import headline
 from autoparallel.report.progress import UNSHOWN, Progress
 from autoparallel.runtime.calls.kinds import Kind
 from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.parameters.hooks import keep_without_gradient
+from autoparallel.runtime.parameters.slices import lies_elsewhere
 from autoparallel.runtime.parameters.state import aliases_kept, lay_out, materialize
 from autoparallel.runtime.programs.compiled import Body, plain_body
 from autoparallel.runtime.programs.pipeline import attach_stages
 from autoparallel.runtime.programs.runner import Runner
 from autoparallel.runtime.ranks.agreement import Agreement
-from autoparallel.runtime.ranks.dtensors import note_stages
+from autoparallel.runtime.ranks.stages import note_stages
 from autoparallel.text import LOGGER
 
 TAKEN_FOR_GRANTED = (
@@ -333,7 +335,7 @@ class Compiler:
         homes = dict.fromkeys(store.parameters, store.mesh)
         if self.owners:
             slices = other_slices(self.mesh, PIPELINE_AXIS, store.mesh)
-            note_stages(slices)
+            note_stages(self.mesh, slices)
             homes = {name: slices[self.owners[name]] for name in store.parameters}
         with aliases_kept(store.parameters):
             if any(_torch.dtensor.local_of(t).is_meta for t in [*store.parameters.values(), *self.model.buffers()]):
@@ -343,6 +345,8 @@ class Compiler:
                     lay_out(parameter, layouts[name], homes[name])
                 except RuntimeError as error:
                     raise RuntimeError(f"{name} cannot be given its layout: {error}") from error
+                if lies_elsewhere(parameter):
+                    keep_without_gradient(parameter)
         store.note_storages()
 
 

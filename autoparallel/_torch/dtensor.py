@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from operator import attrgetter
 from typing import Any, cast
 
@@ -62,6 +62,19 @@ def gather(tensor: DTensor) -> torch.Tensor:
     whole = DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
     gathered = redistribute_local_tensor(tensor._local_tensor, spec, whole)
     return gathered.wait() if isinstance(gathered, AsyncCollectiveTensor) else gathered
+
+
+@cache
+def check_full_tensor(check: Callable[[DTensor], None]) -> None:
+    """Has ``check`` see every ``DTensor`` whose ``full_tensor()`` is called, before anything is gathered."""
+    full_tensor = DTensor.full_tensor
+
+    @wraps(full_tensor)
+    def checked(tensor: DTensor, **options: Any) -> torch.Tensor:
+        check(tensor)
+        return full_tensor(tensor, **options)
+
+    DTensor.full_tensor = checked  # type: ignore[method-assign, assignment]
 
 
 def become(tensor: DTensor, other: DTensor) -> None:

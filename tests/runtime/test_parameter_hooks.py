@@ -327,9 +327,9 @@ def _penalty(model: nn.Module) -> Tensor:
     return sum((p.square().sum() for p in model.parameters()), start=torch.zeros((), dtype=torch.float64))
 
 
-def _beside(plan: str) -> float:
+def _beside(plan: str, microbatches: int = 1) -> float:
     """What the loop computes of parameters beside the model, with the model's loss, alone, and under ``no_sync()``."""
-    model, plain = compiled_pair(plan=plan)
+    model, plain = compiled_pair(plan=plan, microbatches=microbatches)
     seen: tuple[list[Tensor], list[Tensor]] = ([], [])
     for m, values in zip((model, plain), seen, strict=True):
         _clamp(m)
@@ -364,6 +364,10 @@ def _beside(plan: str) -> float:
 @pytest.mark.parametrize("plan", PLANS)
 def test_hooks_see_what_the_loop_computes_of_parameters(plan: str) -> None:
     assert max(run_on_ranks(_beside, plan, world_size=2)) < 1e-12
+
+
+def test_hooks_see_what_the_loop_computes_beside_microbatches() -> None:
+    assert max(run_on_ranks(_beside, "fsdp", 2, world_size=2)) < 1e-12
 
 
 class Sometimes(Net):

@@ -43,6 +43,7 @@ from autoparallel.runtime.gradients.hook_calls import HookCalls
 from autoparallel.runtime.parameters.hooks import show_always, show_engine
 from autoparallel.runtime.parameters.parts import note_changes
 from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, lies_elsewhere
+from autoparallel.runtime.ranks.stages import as_gradient
 
 
 class KeptCopy:
@@ -88,9 +89,8 @@ class GradientStore:
         self.before_backward: Callable[[], None] = lambda: None
         self.when_reduced: Callable[[list[str]], None] | None = None  # is told whose gradients have become whole
         self.window: Any = None  # of accumulate(), while its gradients are not divided
-        method = weakref.WeakMethod(self._take_beside)
-        for name, parameter in parameters.items():
-            show_engine(parameter, partial(_call_living, method, name))
+        self._watch_engine()
+        for parameter in parameters.values():
             if parameter.requires_grad and parameter.dtype.itemsize < 4:
                 parameter.grad_dtype = None  # accumulators are float32
         self._pending: dict[str, ParameterChain] = {}
@@ -100,6 +100,12 @@ class GradientStore:
         self.passes = BackwardPasses(self._finish_backward, note_raised)
         self.copies: dict[object, KeptCopy] = {}  # by bucket
         self.note_storages()
+
+    def _watch_engine(self) -> None:
+        """Has the engine show this store what it adds to a parameter's ``.grad`` by itself."""
+        method = weakref.WeakMethod(self._take_beside)
+        for name, parameter in self.parameters.items():
+            show_engine(parameter, partial(_call_living, method, name))
 
     def move(self, mesh: DeviceMesh, prefix: str, everyone: str | None = None) -> None:
         """Goes to another mesh, before there are gradients."""
@@ -273,9 +279,13 @@ class GradientStore:
     def _take_beside(self, name: str, grad: torch.Tensor) -> torch.Tensor | None:
         """Sees what the engine is about to add to a parameter's ``.grad`` by itself, of what the loop has computed
         beside the model (a penalty)."""
-        if self.window is None and not self.synchronise:
-            return None
-        adds = _torch.autograd.adds_to_grad(self.parameters[name])  # torch.autograd.grad() does not
+        parameter = self.parameters[name]
+        mesh = _torch.dtensor.spec_of(parameter).mesh  # type: ignore[arg-type]
+        if not isinstance(grad, DTensor) or grad.device_mesh != mesh:  # of a number that was sent
+            grad = as_gradient(grad, mesh)
+        if self.window is None and (not self.synchronise or lies_elsewhere(parameter)):
+            return grad
+        adds = _torch.autograd.adds_to_grad(parameter)  # torch.autograd.grad() does not
         if adds:
             self.passes.running()
         if self.window is None:
@@ -284,7 +294,7 @@ class GradientStore:
         if adds:
             self.window.beside = name
             self.window.names[name] = None
-        return None
+        return grad
 
     def _finish_backward(self, ended: BackwardPass) -> None:
         """Waits for the reductions that a backward has started and hands their results out."""

@@ -123,6 +123,18 @@ def show_always(parameters: Iterable[torch.Tensor], always: bool) -> None:
                 hooks.hide()
 
 
+def keep_without_gradient(parameter: torch.Tensor) -> None:
+    """Has a parameter that lies on other ranks have no gradient, whatever the loop computes of it here; the engine
+    calls this before ``backward()`` returns."""
+    hooks = getattr(parameter, _torch.autograd.HOOKS[1], None)
+    if isinstance(hooks, ParameterHooks):
+        dict.__setitem__(hooks, 0, _drop_gradient)
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
 def are_registered() -> bool:
     """Whether parameters may have hooks, which most never have."""
     return ParameterHooks.some

@@ -54,6 +54,9 @@ class StageGradients(GradientStore):
         self._without: list[torch.Tensor] = []  # leaves that have no gradient yet
         self._claimed: set[_torch.tensors.StorageWeakRef] = set()  # memory of gradients that leaves, or others, have
 
+    def _watch_engine(self) -> None:
+        """Leaves that to the store of all the model's parameters, which hands out gradients and calls hooks on them."""
+
     def hold(self, bucket: ParameterBucket, differentiate: bool) -> dict[str, torch.Tensor]:
         """A bucket's parameters for all microbatches, by placeholder (see [Note: parameters of a schedule])."""
         leaves = [value.detach() for value in bucket.gather()]

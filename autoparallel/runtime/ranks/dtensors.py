@@ -33,8 +33,8 @@ from autoparallel import _torch
 from autoparallel.placements import from_dtensor_placements
 from autoparallel.runtime.parameters.parts import note_changes, origin_of, replicated
 from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere, local_view, part_like
-from autoparallel.runtime.ranks.agreement import agreement_of
 from autoparallel.runtime.ranks.files import watch_files
+from autoparallel.runtime.ranks.stages import is_any_stage, meet, require_here
 from autoparallel.runtime.ranks.writes import OF_COPIES, is_summed, keep, keep_kinds, plain_number, watch_writes
 
 _ATEN = torch.ops.aten
@@ -66,23 +66,11 @@ def handle_operators(device: str) -> None:
     _torch.dtensor.handle_operators((_ATEN.eye.out, _ATEN.eye.m_out), fill_whole)
     _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_TURNED), refuse_turning)
     watch_strides()
+    _torch.dtensor.check_full_tensor(require_here)
     _torch.dtensor.handle_operators(_torch.dtensor.list_operators(), on_lists)
     _torch.dtensor.handle_operators([_ATEN.stack.default], on_stack)
     _torch.dtensor.handle_operators([_ATEN.cat.default], on_cat)
     _torch.dtensor.handle_operators([_ATEN._cudnn_rnn_flatten_weight.default], leave_apart)
-
-
-_STAGES: set[DeviceMesh] = set()
-"""The meshes of the stages of pipelines."""
-
-
-def note_stages(stages: Iterable[DeviceMesh]) -> None:
-    """Notes the meshes of a pipeline's stages, on which the tensors of lists lie apart; the ranks of a stage agree
-    among themselves on what they do with its tensors, because others may have none (``if p.grad is not None``)."""
-    for stage in stages:
-        _STAGES.add(stage)
-        if stage.get_coordinate() is not None:
-            agreement_of(stage)
 
 
 def leave_apart(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -115,7 +103,7 @@ def sample_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     """
     tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, DTensor)]
     first = tensors[0]
-    if not _STAGES.isdisjoint(x.device_mesh for x in tensors):
+    if is_any_stage(x.device_mesh for x in tensors):
         raise RuntimeError(
             f"{operator} draws as the values of tensors say that lie on one stage of a pipeline\n"
             "What to change: draw on plain tensors (model.full_parameters() gives each parameter whole)."
@@ -206,13 +194,16 @@ _JOINING = (_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tens
 
 
 def join(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator makes of two operands, of which one may be a plain number; torch takes it for one that all
-    ranks have.
+    """What an operator makes of two operands, of which one may be a plain number, which torch takes for one that all
+    ranks have; numbers of several stages of a pipeline are brought together.
 
     Raises:
         RuntimeError: for more than a number, saying what to write instead.
     """
     plain = [x for x in args if isinstance(x, Tensor) and not isinstance(x, DTensor)]
+    if together := meet(operator, args, kwargs):
+        keep_kinds(args)
+        args, kwargs = together
     if not plain:
         return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
     keep_kinds(plain)
@@ -246,7 +237,7 @@ def add_to_summand(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Map
 
 def _as_summand(value: DTensor, summand: DTensor) -> DTensor:
     """A ``DTensor`` as another lies, where that is a sum over ranks and this one is not; else as it is."""
-    mesh, pairs = value.device_mesh, [*zip(value.placements, summand.placements, strict=True)]
+    mesh, pairs = value.device_mesh, [*zip(value.placements, summand.placements, strict=False)]
     fits = mesh == summand.device_mesh and all(q.is_partial() or p.is_replicate() or p == q for p, q in pairs)
     if not fits or not any(p.is_shard() and q.is_partial() for p, q in pairs):
         return value
@@ -346,7 +337,7 @@ def on_cat(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         RuntimeError: on every rank, where they lie on several stages of a pipeline.
     """
     meshes = {x.device_mesh if isinstance(x, DTensor) else None for x in args[0]}
-    if len(meshes) > 1 and not _STAGES.isdisjoint(meshes):
+    if len(meshes) > 1 and is_any_stage(meshes):
         raise RuntimeError(
             "tensors of several stages of a pipeline are joined to one, as LBFGS and parameters_to_vector do\n"
             "What to change: join what model.full_parameters() gives; step with an optimizer that has a state for each "
@@ -358,7 +349,7 @@ def on_cat(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 def _require_no_stage(meshes: Iterable[DeviceMesh | None]) -> None:
     """Raises RuntimeError where numbers that lie on a stage's mesh are to become one."""
-    if not _STAGES.isdisjoint(meshes):
+    if is_any_stage(meshes):
         raise RuntimeError(
             "norms of the gradients that lie on one stage of a pipeline are not the model's\n"
             "What to change: model.clip_grad_norm_(max_norm) and model.grad_norm(), which know all stages."

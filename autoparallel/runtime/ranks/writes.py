@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -24,6 +23,7 @@ from autoparallel import _torch
 from autoparallel.runtime.parameters.parts import Origin, make_again, note_changes, note_origin, origin_of, replicated
 from autoparallel.runtime.parameters.slices import lies_elsewhere, share_of
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
+from autoparallel.runtime.ranks.stages import as_gradient, everywhere, meet
 
 _ATEN = torch.ops.aten
 _VIEWS = (
@@ -95,6 +95,9 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
     target = args[0]
     if not isinstance(target, DTensor):
         return _write_plain(operator, args, kwargs)
+    if together := meet(operator, args, kwargs, target.device_mesh):
+        keep_kinds(args[1:])
+        args, kwargs = together
     origin = origin_of(target)
     if origin is None and not (_is_lost(operator.overloadpacket.__name__, target) and _can_gather(target)):
         try:
@@ -133,7 +136,7 @@ def _write_plain(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             f"p.full_tensor(), on every rank, gives a plain one; {OF_COPIES}"
         )
     keep_kinds((args, kwargs))
-    rest, named = pytree.tree_map_only(DTensor, plain_number, rest)
+    rest, named = pytree.tree_map_only(DTensor, lambda x: plain_number(everywhere(x)), rest)
     return operator(args[0], *rest, **named)
 
 
@@ -142,8 +145,8 @@ def keep_kinds(operands: Any) -> None:
     plain loss and a penalty of parameters, which are numbers."""
     if torch.is_grad_enabled():
         for x in pytree.tree_leaves(operands):
-            if isinstance(x, Tensor) and x.requires_grad and x not in _KEPT:
-                x.register_hook(partial(_to_dtensor, mesh=x.device_mesh) if isinstance(x, DTensor) else _to_plain)
+            if isinstance(x, Tensor) and x.requires_grad and x not in _KEPT and not (isinstance(x, DTensor) and x.ndim):
+                x.register_hook(partial(as_gradient, mesh=x.device_mesh) if isinstance(x, DTensor) else _to_plain)
                 if x.is_leaf:  # which every step meets again
                     _KEPT[x] = None
 
@@ -151,14 +154,8 @@ def keep_kinds(operands: Any) -> None:
 _KEPT: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _to_dtensor(gradient: Tensor, mesh: DeviceMesh) -> Tensor:
-    if isinstance(gradient, DTensor):
-        return gradient
-    return DTensor.from_local(gradient, mesh, (Replicate(),) * mesh.ndim, run_check=False)
-
-
 def _to_plain(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return everywhere(gradient).full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def plain_number(value: DTensor) -> Tensor:
@@ -195,7 +192,9 @@ def read_whole(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping
     sources = [x for x in tensors if isinstance(x, DTensor)]
     mesh, can_gather = sources[0].device_mesh, all(map(_can_gather, sources))
     if can_gather and any(map(lies_elsewhere, sources)):  # what comes of it lies there, too
-        operands = pytree.tree_map_only(Tensor, partial(_to_dtensor, mesh=mesh), operands)
+        operands = pytree.tree_map_only(
+            Tensor, lambda x: x if isinstance(x, DTensor) else replicated(x, mesh), operands
+        )
         return _torch.dtensor.carry_out(earlier, operator, *operands)
     if len(sources) == len(tensors) or not can_gather:
         try:
