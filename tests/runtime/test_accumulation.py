@@ -20,7 +20,15 @@ from autoparallel.decisions.parameters import GATHERS, REDUCTIONS
 from autoparallel.plan import Plan
 from autoparallel.tools.processes import ProcessError
 from tests.distributed import failures_of
-from tests.runtime.support import SideBySide, clip_grad_norm, compiled_pair, gradients_off, off, run_on_ranks
+from tests.runtime.support import (
+    SideBySide,
+    clip_grad_norm,
+    compiled_pair,
+    gradients_off,
+    off,
+    parameters_off,
+    run_on_ranks,
+)
 
 Batch = tuple[Tensor, Tensor]
 
@@ -340,6 +348,27 @@ def _some_microbatches() -> float:
 
 def test_a_parameter_used_in_the_first_microbatch_only_is_reduced() -> None:
     assert max(run_on_ranks(_some_microbatches, world_size=2)) < 1e-9
+
+
+def _from_zeros() -> float:
+    """Windows that start at gradients of zeros, with a layer that only the first of them uses."""
+    model, plain = pair("fsdp", (2,))
+    both = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
+    for number, window in enumerate(model.accumulate(3, batches()[:6])):
+        seen = []
+        for x, target in window:
+            model(x, number > 0, target).backward()
+            seen.append((x, target))
+        x, target = (torch.cat(parts) for parts in zip(*seen, strict=True))
+        token_mean(plain(x, number > 0), target).backward()
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return parameters_off(model, plain)
+
+
+def test_a_window_may_start_at_zeros() -> None:
+    assert max(run_on_ranks(_from_zeros, world_size=2)) < 1e-9
 
 
 # ----------------------------------------------------------------------------------------------------------- misuse

@@ -13,9 +13,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from autoparallel import _torch
 from autoparallel.graph.captured import InputSpec
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.parameters.hooks import show_always
+from autoparallel.runtime.ranks.agreement import agreement_over
 
 T = TypeVar("T")
 WEIGHTS = ("loss", "equal")
@@ -87,7 +89,7 @@ class Window(Generic[T]):
         store = self._store
         if not store.synchronise:
             raise RuntimeError("accumulate() inside no_sync(): it decides by itself when gradients are reduced")
-        name = next((n for n, p in store.parameters.items() if p.grad is not None), None)
+        name = _left_over(store)
         if name is not None:
             raise RuntimeError(
                 f"accumulate() starts a window, but {name} has a gradient already: call optimizer.zero_grad() after "
@@ -154,6 +156,19 @@ class Window(Generic[T]):
         if isinstance(total, torch.Tensor):
             total = torch.where(total == 0, 1, total)
         return total / self._reference
+
+
+def _left_over(store: GradientStore) -> str | None:
+    """A parameter whose gradient is not zero, on any rank; ``zero_grad(set_to_none=False)`` leaves zeros."""
+    grads = {name: p.grad for name, p in store.parameters.items() if p.grad is not None}
+    if not grads:
+        return None
+    here = next((name for name, grad in grads.items() if bool(_torch.dtensor.local_of(grad).any())), None)
+    agreement = agreement_over(store.mesh)
+    if agreement is None:
+        return here
+    agreement.settle()
+    return next((name for name in agreement.gather(here) if name is not None), None)
 
 
 class _Ahead(Generic[T]):
