@@ -91,6 +91,25 @@ def _three_steps(model: Any, plain: nn.Module, name: str, options: dict[str, Any
     return worst
 
 
+class Partly(Net):
+    """A layer that is never used, so that its parameters have no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(4, 4)
+
+
+def _without_some_gradients(plan: str) -> float:
+    model, plain = compiled_pair(Partly, 2, plan=plan)
+    return _three_steps(model, plain, "LBFGS", OPTIMIZERS["LBFGS"])
+
+
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
+@pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
+def test_lbfgs_where_a_parameter_has_no_gradient(plan: str) -> None:
+    assert max(run_on_ranks(_without_some_gradients, plan, world_size=2)) < 1e-9
+
+
 @pytest.fixture(scope="module", params=[(2,), (2, 2)], ids=str)
 def trained(request) -> list[dict[str, float | str]]:
     return run_on_ranks(_train, request.param, "fsdp", world_size=torch.Size(request.param).numel())

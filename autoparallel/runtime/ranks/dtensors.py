@@ -33,6 +33,7 @@ from autoparallel import _torch
 from autoparallel.placements import from_dtensor_placements
 from autoparallel.runtime.parameters.parts import note_changes, origin_of, replicated
 from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere, local_view, part_like
+from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
 from autoparallel.runtime.ranks.files import watch_files
 from autoparallel.runtime.ranks.stages import is_any_stage, meet, require_here
 from autoparallel.runtime.ranks.writes import OF_COPIES, is_summed, keep, keep_kinds, plain_number, watch_writes
@@ -331,20 +332,28 @@ def on_stack(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def on_cat(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What ``DTensor``s are joined to.
+    """What ``DTensor``s are joined to, beside plain tensors that all ranks have, as zeros are that LBFGS puts where a
+    parameter has no gradient.
 
     Raises:
+        RankMismatchError: on every rank, where plain tensors are not the same on all of them.
         RuntimeError: on every rank, where they lie on several stages of a pipeline.
     """
-    meshes = {x.device_mesh if isinstance(x, DTensor) else None for x in args[0]}
+    tensors, *rest = args
+    meshes = {x.device_mesh if isinstance(x, DTensor) else None for x in tensors}
     if len(meshes) > 1 and is_any_stage(meshes):
         raise RuntimeError(
             "tensors of several stages of a pipeline are joined to one, as LBFGS and parameters_to_vector do\n"
             "What to change: join what model.full_parameters() gives; step with an optimizer that has a state for each "
             "parameter."
         )
+    plain, sharded = [x for x in tensors if not isinstance(x, DTensor)], [x for x in tensors if isinstance(x, DTensor)]
+    if plain and sharded and agreement_over(mesh := sharded[0].device_mesh) is not None:
+        keep_kinds(plain)
+        agree_on(mesh, f"plain tensors are joined to DTensors by {operator}", *map(tensor_digest, plain))
+        tensors = [x if isinstance(x, DTensor) else replicated(x, mesh) for x in tensors]
     with _torch.dtensor.leave_to_torch(operator):
-        return operator(*args, **kwargs)
+        return operator(tensors, *rest, **kwargs)
 
 
 def _require_no_stage(meshes: Iterable[DeviceMesh | None]) -> None:
