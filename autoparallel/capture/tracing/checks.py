@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import ast
 import dis
-import linecache
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoparallel import _torch
+from autoparallel.capture.tracing.sources import Place, parse, path_to, place_in
 from autoparallel.capture.tracing.trace import Trace, listening
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import OURS
@@ -39,19 +38,6 @@ _MODULES_OF_TORCH = f"{_torch.export.FOLDER}nn/"
 """They leave out what would run on no rows, which then gets no gradient: adaptive softmax, whose ways are too many."""
 
 _CHECKS_OF_TORCH = f"{_torch.export.FOLDER}distributions/"
-
-
-class _Place(NamedTuple):
-    """The part of a source that an instruction was compiled from; columns as ``ast`` counts them."""
-
-    line: int
-    column: int
-    end_line: int
-    end_column: int
-
-    def is_in(self, node: ast.AST) -> bool:
-        place = _place_of(node)
-        return place is not None and place[:2] <= self[:2] and self[2:] <= place[2:]
 
 
 def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -112,20 +98,9 @@ def _sym_bool(self: torch.SymBool) -> bool:
     return answer
 
 
-def _text_of_size(self: torch.SymInt) -> str:
-    """What a size that is open is written as (``self.heads[str(x.shape[1])]``): as the number that it is in this
-    trace, which fixes it; torch's own Python is given the symbol."""
-    asks = sys._getframe(1).f_code.co_filename
-    fixes = listening() is not None and not asks.startswith((OURS, _torch.export.FOLDER))
-    return str(int(self)) if fixes else _TEXT_OF_SIZE(self)
-
-
 _BOOL, _SYM_BOOL = Tensor.__bool__, torch.SymBool.__bool__
 _OF_SIZES = torch.SymInt.__bool__.__code__
-_TEXT_OF_SIZE = torch.SymInt.__repr__
-NAMES: tuple[tuple[Any, str, Any], ...] = (
-    (Tensor, "__bool__", _bool), (torch.SymBool, "__bool__", _sym_bool), (torch.SymInt, "__repr__", _text_of_size),
-)  # fmt: skip
+NAMES: tuple[tuple[Any, str, Any], ...] = ((Tensor, "__bool__", _bool), (torch.SymBool, "__bool__", _sym_bool))
 CHECKED: dict[Any, Callable[..., Any]] = dict.fromkeys(
     (Tensor.item, Tensor.equal, Tensor.allclose, torch.equal, torch.allclose), _ask
 )
@@ -181,10 +156,10 @@ def _is_caught(frame: FrameType | None) -> bool:
     """Whether somebody between a check and the call of the model may catch what it raises."""
     while frame is not None and (name := frame.f_code.co_filename) != _OUTERMOST:
         if not name.startswith((OURS, _torch.export.FOLDER)) or name.startswith(_CHECKS_OF_TORCH):
-            place, tree = _place_in(frame), _parse(name)
+            place, tree = place_in(frame), parse(name)
             if place is None or tree is None or frame.f_code.co_name in _ASKED_BY_PYTHON:
                 return True
-            if any(_catches(node, place, frame) for node in _path(tree, place)):
+            if any(_catches(node, place, frame) for node in path_to(tree, place)):
                 return True
         frame = frame.f_back
     return False
@@ -194,7 +169,7 @@ _ASKED_BY_PYTHON = ("__next__", "__getitem__", "__getattr__")
 """Methods whose errors tell Python something: that a loop is over, or that there is no such attribute."""
 
 
-def _catches(node: ast.AST, place: _Place, frame: FrameType) -> bool:
+def _catches(node: ast.AST, place: Place, frame: FrameType) -> bool:
     if isinstance(node, ast.With | ast.AsyncWith):
         return not all(_lets_pass(item.context_expr, frame) for item in node.items)
     return isinstance(node, ast.Try | ast.TryStar) and bool(node.handlers) and any(map(place.is_in, node.body))
@@ -207,49 +182,3 @@ def _lets_pass(manager: ast.expr, frame: FrameType) -> bool:
     for name in names:
         value = getattr(value, name, None)
     return value is nullcontext or str(getattr(value, "__module__", "")).partition(".")[0] == "torch"
-
-
-def _path(tree: ast.AST, place: _Place) -> list[ast.AST]:
-    """The statements and expressions around a place, within the function that it is in, from the outside in."""
-    path: list[ast.AST] = []
-    node: ast.AST | None = tree
-    while node is not None:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            path = []
-        path.append(node)
-        node = next(filter(place.is_in, _parts(node)), None)
-    return path
-
-
-def _parts(node: ast.AST) -> Iterator[ast.AST]:
-    """What a part of a source is made of; of parts that have no place of their own, theirs."""
-    for child in ast.iter_child_nodes(node):
-        if _place_of(child) is None:
-            yield from _parts(child)
-        else:
-            yield child
-
-
-def _place_of(node: ast.AST) -> _Place | None:
-    if not isinstance(node, ast.stmt | ast.expr | ast.excepthandler):
-        return None
-    assert node.end_lineno is not None and node.end_col_offset is not None  # as ast.parse sets them
-    return _Place(node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
-
-
-def _place_in(frame: FrameType) -> _Place | None:
-    """The part of the source that a frame is at; None where Python keeps none (``-X no_debug_ranges``)."""
-    line, end_line, column, end_column = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-    if line is None or end_line is None or column is None or end_column is None:
-        return None
-    return _Place(line, column, end_line, end_column)
-
-
-@cache
-def _parse(filename: str) -> ast.Module | None:
-    """A file's source, parsed; None where there is none."""
-    lines = linecache.getlines(filename)
-    try:
-        return ast.parse("".join(lines)) if lines else None
-    except SyntaxError:
-        return None

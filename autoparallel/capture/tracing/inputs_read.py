@@ -201,7 +201,7 @@ def _is_whole(answer: Any) -> bool:
         return all(map(_is_whole, answer))
     if isinstance(answer, np.ndarray | np.generic):
         return answer.dtype.kind in "iub"
-    return isinstance(answer, int)
+    return isinstance(answer, int | str)
 
 
 def _count(mask: Tensor) -> int:

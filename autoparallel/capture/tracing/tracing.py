@@ -44,6 +44,7 @@ from autoparallel.capture.tracing.numbers_read import NAMES as NUMBERS_READ
 from autoparallel.capture.tracing.numbers_read import READS
 from autoparallel.capture.tracing.positions import FOLLOWED, PACKED, masks_of_transformers, unless_counting
 from autoparallel.capture.tracing.seeding import NAMES as SEEDS
+from autoparallel.capture.tracing.texts import NAMES as TEXTS
 from autoparallel.capture.tracing.trace import CURRENT, Trace, listening, refuse, refused_function
 from autoparallel.capture.tracing.values_read import NAMES as VALUES_READ
 from autoparallel.capture.tracing.values_read import READING
@@ -303,6 +304,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *DRAWS,
     *NUMBERS_READ,
     *SEEDS,
+    *TEXTS,
     *VALUES_READ,
     (*_torch.export.VALIDATE_DEVICE, _validate_device),
     (torch.nn.Module, "named_buffers", _named_buffers),

@@ -1,0 +1,100 @@
+"""Texts of values: ``table.get(f"{n}")``, ``raise ValueError(f"{n} tokens")``, ``logger.info("%s", loss)``.
+
+No trace has the values.  A text that only people read may be that of what stands for them; any other is read as
+``int(n)`` is: of what follows from the inputs it is computed, and belongs to the kind of call, and of anything else it
+is refused.  Which it is, the source around it says: see ``messages``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoparallel import _torch
+from autoparallel.capture.tracing.messages import OF_OBJECTS, is_message
+from autoparallel.capture.tracing.trace import listening
+from autoparallel.graph.captured import refusal
+from autoparallel.graph.lines import line_of_frame
+from autoparallel.graph.python_state import OURS
+
+_MADE_FOR = (*OF_OBJECTS, "__torch_function__", "handle_torch_function")
+"""Functions that make a text for who asks for it."""
+
+_HELPERS = ("dataclasses", "reprlib")
+"""Modules of which all functions do."""
+
+
+def _text_of_tensor(original: Callable[..., str]) -> Callable[..., str]:
+    """What stands for a method that makes a tensor's text."""
+
+    def method(self: Tensor, *args: Any, **kwargs: Any) -> str:
+        trace, frame = listening(), _who_asks()
+        if trace is None or not _torch.export.is_fake(self) or _is_by_torch(frame):
+            return original(self, *args, **kwargs)
+        if is_message(frame):
+            return _REPR(self)
+        if (constant := getattr(self, "constant", None)) is not None:
+            return original(constant, *args, **kwargs)
+        # The text of a tensor tells on which device it is, where that is not the CPU, on which values are computed.
+        is_told = self.device.type == "cpu" or original is _FORMAT and not self.ndim
+        is_whole = not (self.is_floating_point() or self.is_complex())
+        answer = trace.read(lambda values: original(values, *args, **kwargs), self) if is_told and is_whole else None
+        if answer is None:
+            raise refusal("the text of a tensor's value is read", line_of_frame(frame), INSTEAD_OF_TEXT)
+        return str(answer)
+
+    return method
+
+
+def _text_of_number(original: Callable[..., str], number: Callable[[Any], Any]) -> Callable[..., str]:
+    """What stands for a method that makes the text of a size that is open, or of what is computed of one
+    (``self.heads[str(x.shape[1])]``): that of the number that it is in this trace, which fixes it."""
+
+    def method(self: Any, *spec: str) -> str:
+        frame = _who_asks()
+        if listening() is None or _is_by_torch(frame):
+            return original(self, *spec)
+        value = self.node.hint if is_message(frame) else number(self)
+        return str(self.node) if value is None else format(value, *spec)  # None: only values tell
+
+    return method
+
+
+def _who_asks() -> FrameType:
+    """The frame that asks for the text of a value, or of an object that holds one."""
+    frame: FrameType = sys._getframe(2)
+    while frame.f_back is not None and (
+        frame.f_code.co_name in _MADE_FOR or frame.f_globals.get("__name__") in _HELPERS
+    ):
+        frame = frame.f_back
+    return frame
+
+
+def _is_by_torch(frame: FrameType) -> bool:
+    """Whether torch's own Python asks, or ours, which are given what stands for a value."""
+    return frame.f_code.co_filename.startswith((OURS, _torch.export.FOLDER))
+
+
+INSTEAD_OF_TEXT = (
+    "read a whole number as int(n), which is told of inputs, and keep any other value a tensor; a text that is only "
+    "shown is made where it is printed, logged or raised (logger.info(f'{n}')), or outside of the model"
+)
+"""What to do instead of reading the text of a value."""
+
+_REPR, _FORMAT = Tensor.__repr__, Tensor.__format__
+_NUMBERS = ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool))
+NAMES: tuple[tuple[Any, str, Any], ...] = (
+    (Tensor, "__repr__", _text_of_tensor(_REPR)),
+    (Tensor, "__format__", _text_of_tensor(_FORMAT)),
+    *[
+        (cls, name, _text_of_number(getattr(cls, name), number))
+        for cls, number in _NUMBERS
+        for name in ("__repr__", "__format__")
+    ],
+)
+"""What has no door but its name."""
