@@ -367,6 +367,7 @@ KEEP_ALL_ROWS = (
 _MISCALLED = re.compile(r"forward\(\) (takes|got|missing) ")
 
 _ATTRIBUTE = re.compile(r"\b\w+\.(\w+)")
+_LOOPS = re.compile(r"\s*(async )?for\b(?!.*\b(range|int|item|tolist)\()")
 _DECIDES = re.compile(r"\s*(if|elif|while|assert)\b|\bif\b.+\belse\b|\b(any|all|bool)\(")
 
 
@@ -388,6 +389,11 @@ def _explain_value(error: Exception, modules: list[nn.Module], line: str) -> tup
         return f"Python asks for the value of the buffer {flag}", (
             "keep it as a plain attribute, a number or a bool, and set it outside of compiled calls (what a first call "
             "sets, a call of the plain model before compile() does); or take elements of both ways by torch.where"
+        )
+    if _LOOPS.match(line):
+        return "Python loops over as many rows as a tensor's values say", (
+            "loop over all that there may be (for expert in range(n): places = torch.where(mask[expert])), without "
+            "leaving out those of no rows, which add nothing; or make the list of rows before the call"
         )
     if _DECIDES.search(line):
         return "Python takes a way that depends on a tensor's values", INSTEAD_OF_WAYS

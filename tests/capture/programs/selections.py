@@ -82,6 +82,43 @@ class LoopOverExperts(Tagger):
         return self.head(out).square().mean()
 
 
+class StackOfExperts(Tagger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.stack = nn.Linear(8, 3), nn.Parameter(0.1 * torch.ones(3, 8, 8).cumsum(1))
+
+
+@program(batch=tagged, ranks=True)
+class LoopOverAStackOfExperts(StackOfExperts):
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        rows = h.reshape(-1, 8)
+        weights, chosen = self.router(rows).softmax(-1).topk(2)
+        mask = F.one_hot(chosen, 3).permute(2, 1, 0) * (labels.view(-1) > -2)
+        out = torch.zeros_like(rows)
+        for expert in range(3):
+            place, row = torch.where(mask[expert])
+            made = F.linear(rows[row], self.stack[expert]).tanh() * weights[row, place, None]
+            out.index_add_(0, row, made)
+        return self.head(out).square().mean()
+
+
+@program(batch=tagged, refused="loop over all that there may be")
+class LoopOverTheExpertsThatAreHit(StackOfExperts):
+    """As LongCat does it."""
+
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        rows = h.reshape(-1, 8)
+        weights, chosen = self.router(rows).softmax(-1).topk(2)
+        mask = F.one_hot(chosen, 3).permute(2, 1, 0)
+        out = torch.zeros_like(rows)
+        for hit in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():  # refused
+            expert = int(hit.item())
+            place, row = torch.where(mask[expert].squeeze(0))
+            made = F.linear(rows[row], self.stack[expert]).tanh() * weights[row, place, None]
+            out.index_add_(0, row, made)
+        return self.head(out).square().mean()
+
+
 @program(batch=tagged, ranks=True)
 class DifferenceOfMeans(Tagger):
     """Two selections of one tensor, and a third that reads of both."""
