@@ -1,7 +1,7 @@
 """How parameters reach a program, and how their gradients come back, are added up, reduced and kept.
 
 - ``buckets`` of parameters are gathered together, and their gradients received together; ``lent``: parameters that an
-  owner gives with each call.
+  owner gives with each call; ``copies`` of what is gathered, for several calls.
 - ``store``: gradients are accumulated and synchronised; ``backwards``: what a backward pass has under way;
   ``hook_calls``: when hooks on parameters are called.
 - ``accumulation``: windows of several calls.

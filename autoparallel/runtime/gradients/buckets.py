@@ -22,7 +22,8 @@ from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, makes_tensor
 from autoparallel.passes.recompute_layers import Region
 from autoparallel.runtime.gradients.backwards import Gather, Tensors
-from autoparallel.runtime.gradients.store import GradientStore, KeptCopy
+from autoparallel.runtime.gradients.copies import KeptCopy
+from autoparallel.runtime.gradients.store import GradientStore
 
 
 class ParameterBucket(nn.Module):
