@@ -35,11 +35,11 @@ from autoparallel.planner.request.pins import Pins, parse_pins
 from autoparallel.planner.request.request import Request, limit_in_bytes, profile_of_run
 from autoparallel.predict.optimizer import MakeOptimizer
 from autoparallel.runtime.calls.call import run_call
+from autoparallel.runtime.calls.exchange import Exchange
 from autoparallel.runtime.calls.kinds import Kinds
 from autoparallel.runtime.gradients.lent import LentParameters
 from autoparallel.runtime.programs.compiled import make_body_of
 from autoparallel.runtime.ranks.agreement import Agreement, agreement_of, digest, is_same, tensor_digest
-from autoparallel.runtime.ranks.exchange import Exchange
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

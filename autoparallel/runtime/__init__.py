@@ -6,8 +6,8 @@ May import ``program``, ``plan``, ``decisions``, ``pipeline``, ``passes``, ``gra
 From the ground up, each knowing only those above it:
 
 - ``parameters``: as ``DTensor``s at rest.
-- ``gradients``: how parameters reach a program, and how their gradients come back.
 - ``ranks``: what ranks tell each other before they enter a collective.
+- ``gradients``: how parameters reach a program, and how their gradients come back.
 - ``norms``: the global norm, and clipping by it.
 - ``steps``: what happens when an optimizer steps.
 - ``programs``: a rank's program is run, of one stage or of several.

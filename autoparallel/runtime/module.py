@@ -22,6 +22,7 @@ from autoparallel.graph.calls import Call
 from autoparallel.graph.hooks import guard_direct_calls
 from autoparallel.plan import Plan
 from autoparallel.runtime.calls.call import run_call
+from autoparallel.runtime.calls.exchange import Exchange
 from autoparallel.runtime.calls.kinds import KindMaker, Kinds
 from autoparallel.runtime.calls.reader import CallReader
 from autoparallel.runtime.calls.rows import Rows, RowSampler, batch_axes, count_samples, from_rows
@@ -31,7 +32,6 @@ from autoparallel.runtime.norms.clipping import Clipper
 from autoparallel.runtime.norms.limits import ClipGradNorm, Groups, Limit, Nonfinite, Norms
 from autoparallel.runtime.parameters.state import copy_parameter
 from autoparallel.runtime.ranks.dtensors import watch_summands
-from autoparallel.runtime.ranks.exchange import Exchange
 from autoparallel.runtime.ranks.randomness import STREAM, from_tensor, may_draw, to_tensor
 from autoparallel.runtime.ranks.replicas import Replicas
 from autoparallel.runtime.steps.host_steps import lay_in_host

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from autoparallel.runtime.ranks.exchange import CHECKED_CALLS
+from autoparallel.runtime.calls.exchange import CHECKED_CALLS
 from tests.runtime.support import (
     Net,
     batch,

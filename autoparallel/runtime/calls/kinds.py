@@ -34,11 +34,11 @@ from autoparallel.graph.captured import Captured, FailsUntraced, InputSpec, Numb
 from autoparallel.graph.python_state import OF_INPUTS, PythonState
 from autoparallel.placements import format_layout
 from autoparallel.plan import Plan
+from autoparallel.runtime.calls.exchange import CHECKED_CALLS, Exchange
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.programs.pipeline import PipelineRunner
 from autoparallel.runtime.programs.runner import Runner
 from autoparallel.runtime.ranks.agreement import Agreement
-from autoparallel.runtime.ranks.exchange import CHECKED_CALLS, Exchange
 from autoparallel.text import LOGGER
 
 MANY_VALUES = 3

@@ -1,6 +1,6 @@
 """What ranks tell each other before they enter a collective, and whether they have the same.
 
-- ``agreement``: all ranks are about to do the same; ``exchange``: what they show each other before every call.
+- ``agreement``: all ranks are about to do the same.
 - ``messages``: tensors as bytes; ``dtensors``: operators that a script calls on parameters; ``writes``: those that
   write to a part of one; ``stages``: numbers of those of a pipeline's; ``files``: what pickle writes of one.
 - ``replicas`` lie alike on several ranks; ``randomness``: where in the stream of random numbers a process stands.
