@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +257,10 @@ def measure_policy(bench: Bench, mesh: DeviceMesh, shape: Shape, profile: Profil
                 block.compile()
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(other, mesh=mesh, mp_policy=policy)
-        steps = [_step(mine, _loss_of(mine, ids, targets)), _step(other, _loss_of(other, ids, targets, loss_fn))]
+        steps = [
+            _step(mine, partial(mine, ids, targets)),
+            _step(other, partial(_loss_of, other, ids, targets)),
+        ]
         times = bench.seconds(*steps, together=STEPS)
         rows.append(_row("step, bfloat16 policy", f"autoparallel{ours}", times[0], f"FSDP2{theirs}", times[1], 1.0))
         if bench.on_gpu:
@@ -268,10 +272,8 @@ def measure_policy(bench: Bench, mesh: DeviceMesh, shape: Shape, profile: Profil
     return rows
 
 
-def _loss_of(
-    model: Any, ids: torch.Tensor, targets: torch.Tensor, loss: Callable[..., torch.Tensor] | None = None
-) -> Callable[[], torch.Tensor]:
-    return (lambda: model(ids, targets)) if loss is None else lambda: loss(model(ids), targets)
+def _loss_of(model: Any, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return loss_fn(model(ids), targets)
 
 
 def _row(what: str, ours: str, mine: float, theirs: str, other: float, wanted: float) -> Sequence[str]:

@@ -5,7 +5,8 @@ On one process, or on four with two mesh axes; the script and the loss curve are
     python examples/train_gpt.py
     torchrun --nproc-per-node 4 examples/train_gpt.py --mesh 2,2
 
-On GPUs, one for each process, with ``--device cuda``.
+On GPUs, one for each process, with `--device cuda`.
+
 The model below knows nothing of meshes. `autoparallel.compile` decides how its parameters and activations lie on the
 mesh, and the loop is the one you would write for one device: batches are global, and the same on every rank.
 """
@@ -120,9 +121,7 @@ def make_mesh(option: str | None, device: str) -> DeviceMesh | None:
     return init_device_mesh(device, shape, mesh_dim_names=AXIS_NAMES[len(shape)])
 
 
-def train(
-    steps: int, plan: autoparallel.Preset, mesh: DeviceMesh | None, device: str = "cpu"
-) -> list[tuple[float, float]]:
+def train(steps: int, plan: autoparallel.Preset, mesh: DeviceMesh | None, device: str) -> list[tuple[float, float]]:
     """Loss and gradient norm of every optimizer step."""
     torch.manual_seed(0)
     text = read_text().to(device)

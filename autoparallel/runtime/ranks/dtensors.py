@@ -238,8 +238,11 @@ def add_to_summand(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Map
 
 def _as_summand(value: DTensor, summand: DTensor) -> DTensor:
     """A ``DTensor`` as another lies, where that is a sum over ranks and this one is not; else as it is."""
-    mesh, pairs = value.device_mesh, [*zip(value.placements, summand.placements, strict=False)]
-    fits = mesh == summand.device_mesh and all(q.is_partial() or p.is_replicate() or p == q for p, q in pairs)
+    mesh = value.device_mesh
+    if mesh != summand.device_mesh:
+        return value
+    pairs = [*zip(value.placements, summand.placements, strict=True)]
+    fits = all(q.is_partial() or p.is_replicate() or p == q for p, q in pairs)
     if not fits or not any(p.is_shard() and q.is_partial() for p, q in pairs):
         return value
     whole = _torch.dtensor.local_of(value).new_zeros(value.shape)
