@@ -31,7 +31,7 @@ from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.groups import use_communicator
 from autoparallel.passes.mark_layers import mark_layers
 from autoparallel.passes.name_nodes import name_nodes
-from autoparallel.runtime.gradients.backwards import Gather
+from autoparallel.runtime.gradients.travel import Gather
 from autoparallel.runtime.programs.compiled import CompiledRegion, RegionCompiler, find_regions, forms_of, one_at_a_time
 from tests.distributed import run_distributed
 from tests.models import GPTConfig, build, build_gpt

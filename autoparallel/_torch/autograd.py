@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -112,22 +113,33 @@ def running_backward() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-def accumulated(ctx: Any, count: int) -> list[bool]:
-    """Which of the last ``count`` inputs of an autograd function, whose backward runs now, have ``.grad`` added to.
+@dataclass(frozen=True)
+class AskedFor:
+    """What a backward is asked for, of the inputs of an autograd function that are leaves.
 
-    All that are trained under ``backward()``, the chosen ones under ``backward(inputs=...)``, and none under
-    ``torch.autograd.grad()``, which hands gradients out instead.
+    Attributes:
+        inputs: of which: of all that are trained by ``backward()``, of some by ``backward(inputs=...)`` and by
+            ``torch.autograd.grad()``.
+        handed: whether gradients are handed to the caller, as by ``torch.autograd.grad()``, not added to ``.grad``.
     """
+
+    inputs: list[bool]
+    handed: bool = False
+
+
+def asked_for(ctx: Any, count: int) -> AskedFor:
+    """What is asked for of the last ``count`` inputs of an autograd function, whose backward runs now."""
     nodes = [node for node, _ in ctx.next_functions[-count:]]
     try:
-        return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
+        return AskedFor([node is not None and torch._C._will_engine_execute_node(node) for node in nodes])
     except RuntimeError:  # a leaf under torch.autograd.grad()
-        return [_accumulates(node) for node in nodes]
+        return AskedFor([_is_handed(node) for node in nodes], True)
 
 
 def adds_to_grad(leaf: torch.Tensor) -> bool:
     """Whether the backward that runs now adds to ``.grad`` of a leaf, as ``torch.autograd.grad()`` does not."""
-    return _accumulates(torch.autograd.graph.get_gradient_edge(leaf).node)
+    node: Any = torch.autograd.graph.get_gradient_edge(leaf).node
+    return not _is_handed(node) and bool(torch._C._will_engine_execute_node(node))
 
 
 def held_by_others(grads: Sequence[torch.Tensor | None]) -> set[int]:
@@ -196,13 +208,15 @@ def _references_of_one(grad: torch.Tensor) -> set[_Counts]:
     return _OF_ONE[kind]
 
 
-def _accumulates(node: Any) -> bool:
+def _is_handed(node: Any) -> bool:
+    """Whether the gradient of a leaf is handed out: torch does not answer for such a leaf."""
     if node is None:
         return False
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        torch._C._will_engine_execute_node(node)
     except RuntimeError:
-        return False
+        return True
+    return False
 
 
 __all__ = ["SingleLevelFunction", "set_grad_enabled"]  # torch's own, handed on

@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from autoparallel import _torch
+from autoparallel._torch.autograd import AskedFor
 from autoparallel.comm.groups import use_communicator
 from autoparallel.comm.traffic import Traffic
 from autoparallel.decisions.prediction import PredictedSpan
@@ -34,8 +35,9 @@ from autoparallel.predict.meter import Clock, Ledger, Meter
 from autoparallel.predict.unseen import call_without_data, is_unseen, stand_in
 from autoparallel.program.program import LocalProgram
 from autoparallel.rules.calls import is_tensor
-from autoparallel.runtime.gradients.backwards import BackwardPass, Gather, Grads, Tensors, Travel, reached
-from autoparallel.runtime.gradients.store import GradientStore, cast, local_at_end
+from autoparallel.runtime.gradients.backwards import BackwardPass, Grads, reached
+from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.gradients.travel import Gather, Tensors, Travel, cast, local_at_end
 from autoparallel.runtime.programs.runner import Runner
 
 ACTIVATIONS, GATHERED, WORKING = "activations", "gathered parameters", "working memory"
@@ -240,15 +242,15 @@ class _DryStore(GradientStore):
             return super().gather(chains, values)
 
     def receive(
-        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool], shared: Collection[int]
+        self, chains: Sequence[ParameterChain], grads: Grads, asked_for: AskedFor, shared: Collection[int]
     ) -> list[torch.Tensor | None]:
         """As on a real rank; where gradients are added up, the sums are counted apart (see ``predict.predict``)."""
-        rows = reached(chains, grads, accumulated)
+        rows = reached(chains, grads, asked_for.inputs)
         self.reached += [chain.name for chain, _ in rows]
         if self.reduces:
             if self._adds_up:  # to the sums of the microbatches before, which takes what a copy does
                 shared = {id(grad) for row in grads for grad in row}
-            return super().receive(chains, grads, accumulated, shared)
+            return super().receive(chains, grads, asked_for, shared)
         if rows and self._scatters:
             sums = cast(self.sum_uses(rows), chains[0].reduce_dtype)
             self._each = len(rows[0][0].each)

@@ -25,8 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from autoparallel import _torch
-from autoparallel.runtime.gradients.backwards import IN_FLIGHT, BackwardPass, Travel
+from autoparallel.runtime.gradients.backwards import IN_FLIGHT, BackwardPass
 from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.gradients.travel import Travel
 from tests.runtime.support import (
     Net,
     SideBySide,
@@ -501,10 +502,19 @@ def _ways(per_use: bool) -> dict[str, Any]:
     model(shards, y).backward(), plain_loss(x, y).backward()
     results["of a DTensor input"] = off(shards.grad, gradients[1])
     note("beside a DTensor's")
-    for options in ({}, {"allow_unused": True}):
-        message = raised(lambda o=options: torch.autograd.grad(model(x, y), list(model.parameters()), **o))
-        results["refused"] = 0.0 if "call backward()" in message else 1.0
-        results["nothing left behind"] = 0.0 if all(p.grad is None for p in model.parameters()) else 1.0
+    taken = torch.autograd.grad(model(x, y), list(model.parameters()))
+    expected = torch.autograd.grad(plain_loss(x, y), list(plain.parameters()))
+    results["autograd.grad of parameters"] = max(off(whole(g), e) for g, e in zip(taken, expected, strict=True))
+    alike = all(p.grad is None and g.placements == p.placements for p, g in zip(model.parameters(), taken, strict=True))
+    results["as the parameters lie"] = 0.0 if alike else 1.0
+    for window in model.accumulate(2, [(x, y)] * 2):
+        for rows in window:
+            loss = model(*rows)
+            message = raised(lambda loss=loss: torch.autograd.grad(loss, [model.up.weight], retain_graph=True))
+            results["refused in a window"] = 0.0 if "in a window of accumulate()" in message else 1.0
+            loss.backward()
+        plain_loss(x, y).backward()
+        note("a window")
     return results
 
 

@@ -2,6 +2,7 @@
 
 - ``buckets`` of parameters are gathered together, and their gradients received together; ``lent``: parameters that an
   owner gives with each call; ``copies`` of what is gathered, for several calls.
+- ``travel``: over a mesh, many along the same way.
 - ``store``: gradients are accumulated and synchronised; ``backwards``: what a backward pass has under way;
   ``hook_calls``: when hooks on parameters are called.
 - ``accumulation``: windows of several calls.

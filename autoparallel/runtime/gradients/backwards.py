@@ -9,20 +9,15 @@ already, and what they bring is forgotten.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import TypeVar
 
 import torch
 
 from autoparallel import _torch
-from autoparallel.comm import ranges
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
-
-T = TypeVar("T")
-Tensors = list[torch.Tensor]
+from autoparallel.runtime.gradients.travel import Tensors, Travel
 
 Grads = Sequence[Sequence[torch.Tensor | None]]
 """The gradients of a bucket's parameters: for each, one for every use; None where none was reached."""
@@ -32,88 +27,6 @@ Rows = list[tuple[ParameterChain, Sequence[torch.Tensor | None]]]
 
 IN_FLIGHT = 2
 """How many reductions of gradients are under way at once: more would hide nothing, and each holds a whole gradient."""
-
-
-class Travel:
-    """Tensors on their way through collectives, one after another; a call brings them to the end.
-
-    Args:
-        tensors: what it begins with.
-        steps: each starts a collective for the tensors, and returns a function that waits for its results. The first
-            is started at once.
-        local: how many of the last steps send nothing.
-
-    Attributes:
-        name: what it brings, in a profile.
-    """
-
-    def __init__(
-        self, tensors: Tensors, steps: Sequence[Callable[[Tensors], Callable[[], Tensors]]], local: int = 0
-    ) -> None:
-        self.name: Callable[[], str] | None = None
-        self._steps, self._local = list(steps[1:]), local
-        self._wait: Callable[[], Tensors] | None = steps[0](tensors) if steps else lambda: tensors
-
-    def __call__(self) -> Tensors:
-        """The tensors at the end of the way; asked for once."""
-        with self._range():
-            values = self._take()
-            while self._steps:
-                values = self._steps.pop(0)(values)()
-            return values
-
-    def advance(self) -> None:
-        """Waits for the collective that is under way, where another comes after it, which starts."""
-        if len(self._steps) > self._local:
-            with self._range():
-                self._wait = self._steps.pop(0)(self._take())
-
-    def finish(self) -> None:
-        """Brings the tensors to the end, where they stay until they are asked for; what was sent ends now, and so does
-        what they are only a part of."""
-        values = self()
-        storages = [value.untyped_storage() for value in values]
-        used: dict[int, int] = {}
-        for value, storage in zip(values, storages, strict=True):
-            used[id(storage)] = used.get(id(storage), 0) + value.nbytes
-        ends = [v.clone() if s.nbytes() > used[id(s)] else v for v, s in zip(values, storages, strict=True)]
-        self._wait = lambda: ends
-
-    def abandon(self) -> None:
-        """Waits for the collective that is under way, and starts no other."""
-        self._steps.clear()
-        if self._wait is not None:
-            self._take()
-
-    def _range(self) -> AbstractContextManager[None]:
-        return ranges.named(self.name) if self.name is not None else nullcontext()
-
-    def _take(self) -> Tensors:
-        assert self._wait is not None
-        wait, self._wait = self._wait, None  # what was sent ends with the collective, not with this object
-        return wait()
-
-
-class Gather:
-    """The parameters of a bucket on their way to their uses; a call waits for them.
-
-    Args:
-        count: of the parameters.
-        travels: one for each use, of all parameters.
-    """
-
-    def __init__(self, count: int, travels: Sequence[Travel]) -> None:
-        self._count, self._travels = count, travels
-
-    def __call__(self) -> Tensors:
-        """This rank's values, parameter by parameter, for each of its uses; asked for once."""
-        columns = [travel() for travel in self._travels]
-        return [column[i] for i in range(self._count) for column in columns]
-
-    def abandon(self) -> None:
-        """Waits for what is under way, and forgets it."""
-        for travel in self._travels:
-            travel.abandon()
 
 
 @dataclass
@@ -192,26 +105,18 @@ class BackwardPasses:
             ending.abandon()
 
 
-def reached(chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool] | None = None) -> Rows:
-    """The parameters of a bucket that a backward has reached, with their gradients.
-
-    Args:
-        accumulated: where ``.grad`` is added to, for which of them; None where gradients are handed on.
-
-    Raises:
-        RuntimeError: where ``.grad`` of none is added to.
-    """
+def reached(chains: Sequence[ParameterChain], grads: Grads, wanted: Sequence[bool] | None = None) -> Rows:
+    """The parameters of a bucket that a backward has reached, with their gradients: all, or those that are wanted."""
     rows = list(zip(chains, grads, strict=True))
-    if accumulated is not None:
-        rows = require_accumulated(rows, accumulated)
+    if wanted is not None:
+        rows = list(compress(rows, wanted))
     return [(chain, row) for chain, row in rows if row[0] is not None or any(grad is not None for grad in row)]
 
 
-def require_accumulated(items: Iterable[T], accumulated: Sequence[bool]) -> list[T]:
-    """What belongs to parameters whose ``.grad`` is added to. Raises RuntimeError where that of none is."""
-    if not any(accumulated):
+def require_not_handed(asked_for: _torch.autograd.AskedFor, where: str) -> None:
+    """Raises RuntimeError for ``torch.autograd.grad()`` with respect to parameters, where that is not possible."""
+    if asked_for.handed:
         raise RuntimeError(
-            "torch.autograd.grad() with respect to parameters is not supported on a model compiled by "
-            "autoparallel\nWhat to change: call backward() and read .grad."
+            f"torch.autograd.grad() with respect to parameters is not possible {where}\n"
+            "What to change: call backward() and read .grad."
         )
-    return list(compress(items, accumulated))

@@ -21,9 +21,9 @@ from autoparallel import _torch
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, makes_tensor
 from autoparallel.passes.recompute_layers import Region
-from autoparallel.runtime.gradients.backwards import Gather, Tensors
 from autoparallel.runtime.gradients.copies import KeptCopy
 from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.gradients.travel import Gather, Tensors
 
 
 class ParameterBucket(nn.Module):
@@ -137,7 +137,7 @@ class _Unshard(torch.autograd.Function):
         bucket.store.begin_backward()
         uses = len(chains[0].uses)
         rows = [grads[i : i + uses] for i in range(0, len(grads), uses)]
-        return None, *bucket.store.receive(chains, rows, _torch.autograd.accumulated(ctx, len(chains)), shared)
+        return None, *bucket.store.receive(chains, rows, _torch.autograd.asked_for(ctx, len(chains)), shared)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autoparallel.runtime.gradients.backwards import Tensors
+from autoparallel.runtime.gradients.travel import Tensors
 
 
 class KeptCopy:

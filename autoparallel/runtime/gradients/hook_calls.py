@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
-from autoparallel.runtime.gradients.backwards import Tensors
+from autoparallel.runtime.gradients.travel import Tensors
 from autoparallel.runtime.parameters.hooks import (
     are_registered,
     call_accumulated_hooks,

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoparallel._torch.autograd import AskedFor
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.runtime.gradients.backwards import Grads, reached
-from autoparallel.runtime.gradients.store import GradientStore, cast
+from autoparallel.runtime.gradients.store import GradientStore
 
 
 class LentParameters(GradientStore):
@@ -39,14 +40,8 @@ class LentParameters(GradientStore):
         return ()
 
     def receive(
-        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool], shared: Collection[int]
+        self, chains: Sequence[ParameterChain], grads: Grads, asked_for: AskedFor, shared: Collection[int]
     ) -> list[torch.Tensor | None]:
         """Hands autograd the complete gradients of a bucket's parameters; None for those that were not reached."""
-        rows = reached(chains, grads)
-        if not rows:
-            return [None] * len(chains)
-        some = [chain for chain, _ in rows]
-        sums = cast(self.sum_uses(rows), chains[0].reduce_dtype)
-        whole = cast(self.start(sums, [chain.way_back for chain in some])(), chains[0].rest_dtype)
-        complete = {chain.name: value for chain, value in zip(some, whole, strict=True)}
+        complete = self.complete(reached(chains, grads))
         return [complete.get(chain.name) for chain in chains]

@@ -22,32 +22,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
-from autoparallel.comm import ranges
-from autoparallel.comm.collectives import Extent, extent_of, pack, start_transfers
-from autoparallel.comm.groups import group_name
+from autoparallel._torch.autograd import AskedFor
+from autoparallel.comm.collectives import pack
 from autoparallel.comm.waiting import note_raised
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
-from autoparallel.placements import COLLECTIVES, Layout, action, to_dtensor_placements
-from autoparallel.placements.redistribution import Step, steps_by_axis
+from autoparallel.placements import Layout, to_dtensor_placements
 from autoparallel.runtime.gradients.backwards import (
     BackwardPass,
     BackwardPasses,
-    Gather,
     Grads,
     Rows,
-    Tensors,
-    Travel,
     reached,
+    require_not_handed,
 )
 from autoparallel.runtime.gradients.copies import KeptCopy
 from autoparallel.runtime.gradients.hook_calls import HookCalls
+from autoparallel.runtime.gradients.travel import Carrier, Tensors, cast
 from autoparallel.runtime.parameters.hooks import show_always, show_engine
 from autoparallel.runtime.parameters.parts import note_changes
 from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, lies_elsewhere
 from autoparallel.runtime.ranks.stages import as_gradient
 
 
-class GradientStore:
+class GradientStore(Carrier):
     """The gradients of one model's parameters: which are whole, which are still to be reduced.
 
     Args:
@@ -60,7 +57,8 @@ class GradientStore:
     def __init__(
         self, mesh: DeviceMesh, prefix: str, parameters: Mapping[str, nn.Parameter], everyone: str | None = None
     ) -> None:
-        self.move(mesh, prefix, everyone)
+        super().__init__(mesh, prefix)
+        self.everyone = everyone
         self.parameters = parameters
         self.synchronise = True
         self.offloads_states = False  # whether the optimizer's states lie in host memory
@@ -89,10 +87,9 @@ class GradientStore:
 
     def move(self, mesh: DeviceMesh, prefix: str, everyone: str | None = None) -> None:
         """Goes to another mesh, before there are gradients."""
-        self.mesh, self.prefix, self.everyone = mesh, prefix, everyone
-        self.names = mesh.mesh_dim_names or ()
+        super().move(mesh, prefix)
+        self.everyone = everyone
         self._specs: dict[tuple[str, Layout, torch.dtype], Any] = {}
-        self._extents: dict[Step, Extent | None] = {}
 
     # -- from a call ------------------------------------------------------------------------------------------------
 
@@ -157,63 +154,52 @@ class GradientStore:
             "tensor, p.copy_(distribute_tensor(tensor, p.device_mesh, p.placements)), or model.load_state_dict(...)."
         )
 
-    # -- collectives over many tensors ------------------------------------------------------------------------------
-
-    def gather(self, chains: Sequence[ParameterChain], values: Tensors) -> Gather:
-        """Starts to take the parameters of a bucket from rest to their uses."""
-        values = cast(values, chains[0].dtype)
-        uses = range(len(chains[0].uses))
-        name = partial(_name, "gather" if any(chains[0].paths) else "take", chains)
-        with ranges.named(name):
-            travels = [
-                self.start([v.view_as(v) for v in values] if use else values, [c.paths[use] for c in chains])
-                for use in uses  # each has tensors of its own, also where a use is as at rest
-            ]
-        for travel in travels:
-            travel.name = name
-        return Gather(len(chains), travels)
-
-    def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]], *, owned: bool = False) -> Travel:
-        """Takes each tensor along its path; all paths go the same way, as those of a bucket do.  The first collective
-        starts at once, in the tensors' own memory if that is ``owned``."""
-        steps = [step for step in zip(*paths, strict=True) if action(step[0].src, step[0].dst) != "nothing"]
-        begins = [partial(self._start_step, step, owned and not i) for i, step in enumerate(steps)]
-        return Travel(tensors, begins, local_at_end(steps))
-
-    def _start_step(self, steps: Sequence[Step], owned: bool, tensors: Tensors) -> Callable[[], Tensors]:
-        group = group_name(self.prefix, self.names, steps[0].axes)
-        extents = [None if s.before is None else self._extent(s) for s in steps]
-        return start_transfers(tensors, [s.src for s in steps], [s.dst for s in steps], group, extents, owned)
-
-    def _extent(self, step: Step) -> Extent | None:
-        """What this rank must know of a step between shards that differ in size."""
-        if step not in self._extents:
-            axes = [group_name(self.prefix, self.names, (axis,)) for axis in range(len(self.names))]
-            self._extents[step] = extent_of(step, axes)
-        return self._extents[step]
-
     # -- from a backward --------------------------------------------------------------------------------------------
 
     def receive(
-        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool], shared: Collection[int]
+        self, chains: Sequence[ParameterChain], grads: Grads, asked_for: AskedFor, shared: Collection[int]
     ) -> list[torch.Tensor | None]:
         """Takes the gradients of a bucket's parameters.
 
         Args:
-            accumulated: which of them have ``.grad`` added to (see ``_torch.autograd.accumulated``).
+            asked_for: which of them the backward is asked for.
             shared: the ids of gradients whose memory others may read.
 
         Returns:
-            What autograd is handed for each: nothing, because the store itself adds to ``.grad``.
+            What autograd is handed for each: nothing, because the store itself adds to ``.grad``, except under
+            ``torch.autograd.grad()``.
 
         Raises:
-            RuntimeError: under ``torch.autograd.grad()``, to which gradients would have to be handed.
+            RuntimeError: under that in a window of ``accumulate()``.
         """
         trained = self.parameters  # some may have been frozen since the forward
-        rows = [row for row in reached(chains, grads, accumulated) if trained[row[0].name].requires_grad]
+        rows = [row for row in reached(chains, grads, asked_for.inputs) if trained[row[0].name].requires_grad]
+        if asked_for.handed:
+            if self.window is not None:
+                require_not_handed(asked_for, "in a window of accumulate(), which divides .grad at its end")
+            return self._hand_over(chains, rows, shared)
         if rows:
             self.receive_sums([chain for chain, _ in rows], self.sum_uses(rows), shared)
         return [None] * len(chains)
+
+    def complete(self, rows: Rows) -> dict[str, torch.Tensor]:
+        """The complete gradients of those of a bucket's parameters that a backward has reached, by name."""
+        if not rows:
+            return {}
+        chains = [chain for chain, _ in rows]
+        reduced = self.reduce(chains, self.sum_uses(rows), [chain.way_back for chain in chains])()
+        return dict(zip([chain.name for chain in chains], cast(reduced, chains[0].rest_dtype), strict=True))
+
+    def _hand_over(
+        self, chains: Sequence[ParameterChain], rows: Rows, shared: Collection[int]
+    ) -> list[torch.Tensor | None]:
+        """The gradients of a bucket's parameters for the caller of ``torch.autograd.grad()``, as those lie."""
+        complete = self.complete(rows)
+        handed = {
+            chain.name: as_parameter(_alone(chain, complete[chain.name], shared), self.parameters[chain.name])
+            for chain, _ in rows
+        }
+        return [handed.get(chain.name) for chain in chains]
 
     def receive_sums(
         self, chains: Sequence[ParameterChain], values: Tensors, shared: Collection[int] = (), *, owned: bool = False
@@ -230,31 +216,21 @@ class GradientStore:
             if not chains[0].each:
                 self._accumulate(chains, values)
                 return
-            reduced = self._reduce(chains, values, [chain.each for chain in chains])
+            reduced = self.reduce(chains, values, [chain.each for chain in chains])
             self.passes.running().expect(reduced, partial(self._accumulate, chains))
             return
         paths = [chain.way_back for chain in chains]
         if self._pending:
             if chains[0].each and any(chain.name in self._pending for chain in chains):
-                values = self._reduce(chains, values, [chain.each for chain in chains])()
+                values = self.reduce(chains, values, [chain.each for chain in chains])()
                 paths = [chain.sync for chain in chains]
             sums = [self._with_pending(chain, value) for chain, value in zip(chains, values, strict=True)]
             owned = owned or all(a is not b for a, b in zip(sums, values, strict=True))
             values = sums
         if not paths[0]:  # no collective makes a new tensor: what the engine shares must not become .grad
             values = [value.clone() if id(value) in shared else value for value in values]
-        reduced = self._reduce(chains, values, paths, owned)
+        reduced = self.reduce(chains, values, paths, owned)
         self.passes.running().expect(reduced, partial(self._hand_out, chains))
-
-    def _reduce(
-        self, chains: Sequence[ParameterChain], values: Tensors, paths: Sequence[Sequence[Step]], owned: bool = False
-    ) -> Travel:
-        """Takes gradients along their paths, in the dtype in which they travel."""
-        name = partial(_name, "reduce gradients of" if paths[0] else "take gradients of", chains)
-        with ranges.named(name):
-            travel = self.start(cast(values, chains[0].reduce_dtype), paths, owned=owned)
-        travel.name = name
-        return travel
 
     def _take_beside(self, name: str, grad: torch.Tensor) -> torch.Tensor | None:
         """Sees what the engine is about to add to a parameter's ``.grad`` by itself, of what the loop has computed
@@ -356,18 +332,6 @@ class GradientStore:
             grad = earlier
         self.parameters[name].grad = grad
 
-    def along(self, value: torch.Tensor, shape: tuple[int, ...], src: Layout, dst: Layout) -> torch.Tensor:
-        """A parameter's value or gradient of a global shape, taken from one layout to another."""
-        return self.start([value], [self.path(shape, src, dst)])()[0]
-
-    def path(self, shape: tuple[int, ...], src: Layout, dst: Layout) -> list[Step]:
-        """A way between two layouts of a parameter that no plan has chosen."""
-        layout, steps = src, []
-        for step in steps_by_axis(src, dst):
-            steps.append(step.on(shape, layout, tuple(self.mesh.shape)))
-            layout = step.apply(layout)
-        return steps
-
     def _with_pending(self, chain: ParameterChain, grad: torch.Tensor) -> torch.Tensor:
         if chain.name not in self._pending:
             return grad
@@ -391,10 +355,7 @@ class GradientStore:
         rows = zip(chains, parameters, grads, specs, cast(values, chains[0].rest_dtype), strict=True)
         for chain, parameter, grad, spec, value in rows:
             if grad is None:
-                # A slice would keep the whole gradient alive, and fused optimizers read strides as the parameter's.
-                contiguous = torch.contiguous_format
-                value = value.clone(memory_format=contiguous) if chain.ends_in_slice else value.contiguous()
-                self._give(chain.name, _torch.dtensor.wrap_local(value, spec))
+                self._give(chain.name, _torch.dtensor.wrap_local(_alone(chain, value), spec))
             else:
                 local = gradient_as(grad, spec)
                 if local is not _torch.dtensor.local_of(grad):
@@ -443,7 +404,7 @@ class GradientStore:
             grads: list[Any] = [self.parameters[c.name].grad for c in chains]
             specs = [self._spec(c.name, c.accumulator, g.dtype) for c, g in zip(chains, grads, strict=True)]
             locals_ = [gradient_as(grad, spec) for grad, spec in zip(grads, specs, strict=True)]
-            finish = self._reduce(chains, locals_, [c.sync for c in chains], owned=True)
+            finish = self.reduce(chains, locals_, [c.sync for c in chains], owned=True)
             for chain, grad in zip(chains, grads, strict=True):
                 self._replace(chain.name, grad)
             self._hand_out(chains, finish())
@@ -477,18 +438,9 @@ def _call_living(method: weakref.WeakMethod[Any], name: str, grad: torch.Tensor 
     return None if called is None or grad is None else called(name, grad)
 
 
-def cast(values: Tensors, dtype: torch.dtype) -> Tensors:
-    """The same values in a dtype; a tensor itself where it has that already."""
-    return [value if value.dtype == dtype else value.to(dtype) for value in values]
-
-
-def local_at_end(steps: Sequence[Sequence[Step]]) -> int:
-    """How many of the last steps of some paths, which all go the same way, send nothing."""
-    sends = [action(step[0].src, step[0].dst) in COLLECTIVES for step in steps]
-    return sends[::-1].index(True) if True in sends else len(sends)
-
-
-def _name(what: str, chains: Sequence[ParameterChain]) -> str:
-    """What is done with the parameters of a bucket, as a profile shows it."""
-    first, last = chains[0].name, chains[-1].name
-    return f"{what} {first}" + (f" to {last} ({len(chains)} parameters)" if len(chains) > 1 else "")
+def _alone(chain: ParameterChain, value: torch.Tensor, shared: Collection[int] = ()) -> torch.Tensor:
+    """A reduced gradient with strides as its parameter's, which fused optimizers read, and without memory of others:
+    a slice would keep the whole gradient alive."""
+    if chain.ends_in_slice or id(value) in shared:
+        return value.clone(memory_format=torch.contiguous_format)
+    return value.contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from autoparallel.comm.groups import communicator_of
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.cut_stages import StageGraph
-from autoparallel.runtime.gradients.backwards import require_accumulated
+from autoparallel.runtime.gradients.backwards import require_not_handed
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.programs.stages import Stage
 from autoparallel.runtime.programs.tied import TiedParameters
@@ -134,6 +135,8 @@ class HandOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        names = require_accumulated(ctx.parameters, _torch.autograd.accumulated(ctx, len(ctx.parameters)))
+        asked_for = _torch.autograd.asked_for(ctx, len(ctx.parameters))
+        require_not_handed(asked_for, "in microbatches or stages, of which each makes a part")
+        names = compress(ctx.parameters, asked_for.inputs)
         ctx.gradients.hand_out(grads[0], {n for n in names if ctx.parameters[n].requires_grad})
         return None, None, None, *(None for _ in ctx.parameters)

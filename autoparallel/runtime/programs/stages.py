@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from autoparallel import _torch
+from autoparallel._torch.autograd import AskedFor
 from autoparallel.comm.collectives import settled
 from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.cut_stages import Crossing, StageGraph
@@ -29,9 +30,10 @@ from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.split_weight_gradients import Deferred, collect_deferred
 from autoparallel.placements import largest_piece
 from autoparallel.program.program import LocalProgram
-from autoparallel.runtime.gradients.backwards import BackwardPass, Grads, Tensors, reached
+from autoparallel.runtime.gradients.backwards import BackwardPass, Grads, reached
 from autoparallel.runtime.gradients.buckets import ParameterBucket
 from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.gradients.travel import Tensors
 from autoparallel.runtime.programs.runner import Runner
 from autoparallel.runtime.ranks.messages import Form
 
@@ -87,13 +89,13 @@ class StageGradients(GradientStore):
         self._without = without
 
     def receive(
-        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool], shared: Collection[int]
+        self, chains: Sequence[ParameterChain], grads: Grads, asked_for: AskedFor, shared: Collection[int]
     ) -> list[torch.Tensor | None]:
         """Adds one microbatch's gradients to the sums, at once or when they are reduced; autograd is handed nothing."""
-        rows = reached(chains, grads, accumulated)
+        rows = reached(chains, grads, asked_for.inputs)
         some, values = [chain for chain, _ in rows], self.sum_uses(rows)
         if self._reduces(some):
-            travel = self._reduce(some, values, [chain.each for chain in some])
+            travel = self.reduce(some, values, [chain.each for chain in some])
             self.passes.running().expect(travel, partial(self._add_up, some))
         else:
             self._add_up(some, values)
@@ -137,7 +139,7 @@ class StageGradients(GradientStore):
             if any(grad is not None for grad in grads):
                 totals = self.sum_uses([(chain, grads)])
                 if self._reduces([chain]):
-                    totals = self._reduce([chain], totals, [chain.each])()
+                    totals = self.reduce([chain], totals, [chain.each])()
                 sums[chain.name] = settled(totals[0]).contiguous()
         return sums
 

@@ -245,21 +245,6 @@ def clipped(run: Run) -> None:
         finish(run, model, optimizer)
 
 
-@loop(line=False, refused="backward")
-def gradients_by_autograd_grad(run: Run) -> None:
-    """torch.autograd.grad instead of backward."""
-    model = run.compile(net())
-    for step in range(STEPS):
-        loss = run.call(model, step).square().mean()
-        for parameter, grad in zip(
-            model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
-        ):
-            run.note("gradient", grad)
-            with torch.no_grad():
-                parameter.sub_(0.1 * grad)
-        run.note_state(model)
-
-
 @loop()
 def zero_grad_to_zero(run: Run) -> None:
     """``set_to_none=False``, and gradients that are looked at before the first backward."""
