@@ -510,15 +510,19 @@ def test_a_batch_that_does_not_divide() -> None:
 
 
 def _differentiate_twice() -> float:
-    plain = _blocks()
+    plain = _blocks().eval()
     compiled = _compile(copy.deepcopy(plain), _mesh((2,)), plan="data_parallel")
     grads = []
     for model in (plain, compiled):
         x = torch.linspace(-1, 1, 64, dtype=torch.float64).view(4, 16).requires_grad_()
-        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        grad.pow(3).sum().backward()
-        grads.append([grad.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
-    assert len(grads[0]) == len(grads[1]) > 4
+        (grad,) = torch.autograd.grad(model(x).exp().mean(), x, create_graph=True)
+        grad.pow(2).sum().backward()
+        weights = [p for p in model.parameters() if p.grad is not None]
+        taken = torch.autograd.grad(model(x).exp().mean(), weights, create_graph=True)
+        sum(g.square().sum() for g in taken).backward()  # type: ignore[union-attr]
+        grads.append([x.grad, *(each.detach() for each in (grad, *taken)), *(p.grad for p in weights)])
+    assert len(grads[0]) == len(grads[1]) > 8
+    assert all(float(a.abs().max()) > 1e-6 for a in grads[0] if a is not None)
     return max(
         float(((b.full_tensor() if isinstance(b, DTensor) else b) - a).abs().max())  # type: ignore[union-attr]
         for a, b in zip(*grads, strict=True)

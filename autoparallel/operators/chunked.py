@@ -24,10 +24,9 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autoparallel.comm import ranges
-from autoparallel.comm.collectives import apply, arriving_shape, is_traced, transposed
+from autoparallel.comm.collectives import apply, arriving_shape, is_traced, redistribute, transposed
 from autoparallel.comm.in_flight import finish_transfer, sends, start_transfer
 
 T = TypeVar("T")
@@ -52,18 +51,18 @@ def redistribute_then_linear(
         biases: [n] each.
 
     Returns:
-        [..., n] for each weight. They can be differentiated once.
+        [..., n] for each weight.
     """
     results: tuple[Tensor, ...] = _RedistributeThenLinear.apply(
         x, src, dst, group, chunks, len(weights), *weights, *biases
     )
-    return results
+    return results[: len(weights)]
 
 
 def linear_then_redistribute(
     x: Tensor, src: str, dst: str, group: str, chunks: int, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """``redistribute(F.linear(x, weight, bias), src, dst, group)``, which can be differentiated once.
+    """``redistribute(F.linear(x, weight, bias), src, dst, group)``.
 
     Args:
         x: [..., k].
@@ -223,6 +222,44 @@ def _reduced_backward(
     return [each for each in (for_x, for_weight, for_bias) if each is not None]
 
 
+# ------------------------------------------------- the backward by torch's operators, which can be differentiated
+
+
+def _gathered_twice(
+    shape: Sequence[int],
+    of_received: Sequence[Tensor | None],
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    received: Sequence[Tensor],
+    src: str,
+    dst: str,
+    group: str,
+    _: int,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    """What ``_gathered_backward`` gives, and what the gradients of the rows add, which a derivative of it has; the rows
+    of all chunks are ``shape``."""
+    rows = torch.cat(list(received))
+    results: list[Tensor] = []
+    if wanted[0]:
+        pairs = zip(received, of_received, strict=True)
+        total = torch.cat([torch.zeros_like(part) if grad is None else grad for part, grad in pairs])
+        total = sum((_rows(grad) @ weight for grad, weight in zip(grads, weights, strict=True)), total)
+        results.append(redistribute(total.view(*shape, total.shape[-1]), src, dst, group))
+    results += [_rows(grad).t() @ rows for grad in _select(grads, wanted[1:])]
+    return results + [_rows(grad).sum(0) for grad in _select(grads, wanted[1 + len(grads) :])]
+
+
+def _reduced_twice(
+    grad: Tensor, x: Tensor, weight: Tensor, src: str, dst: str, group: str, _: int, wanted: Sequence[bool]
+) -> list[Tensor]:
+    """What ``_reduced_backward`` gives."""
+    grad = redistribute(grad, src, dst, group)
+    results = [grad @ weight] if wanted[0] else []
+    results += [_rows(grad).t() @ _rows(x)] if wanted[1] else []
+    return results + ([_rows(grad).sum(0)] if wanted[2] else [])
+
+
 # ----------------------------------------------------- what a compiler sees (see [Note: in compiled programs])
 
 _WAY = "str src, str dst, str group, int chunks"
@@ -313,23 +350,27 @@ class _RedistributeThenLinear(torch.autograd.Function):
         else:
             x = apply(x, src, dst, group)
             results, received = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)], [_rows(x)]
+        ctx.shape = results[0].shape[:-1]
         ctx.save_for_backward(*weights, *received)
-        return tuple(results)
+        return *results, *received  # so that what is saved of the rows can be differentiated
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         saved, count = ctx.saved_tensors, ctx.count
-        used = {i: grad for i, grad in enumerate(grads) if grad is not None}
+        used = {i: grad for i, grad in enumerate(grads[:count]) if grad is not None}
         places = [0, *(6 + i for i in used), *(6 + count + i for i in used)]
         wanted = [ctx.needs_input_grad[place] for place in places]
         results: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-        if used:
-            weights = [saved[i] for i in used]
+        weights, received, of_received = [saved[i] for i in used], saved[count:], grads[count:]
+        arguments = [*used.values()], weights, received, *ctx.way, wanted
+        gradients: list[Tensor] = []
+        if torch.is_grad_enabled() or any(grad is not None for grad in of_received):
+            gradients = ranges.in_backward(ctx.module, _gathered_twice, ctx.shape, of_received, *arguments)
+        elif used:
             run = torch.ops.autoparallel.gathered_linears_backward if _is_compiled(saved[0]) else _gathered_backward
-            gradients = ranges.in_backward(ctx.module, run, [*used.values()], weights, saved[count:], *ctx.way, wanted)
-            for place, grad in zip(_select(places, wanted), gradients, strict=True):
-                results[place] = grad
+            gradients = ranges.in_backward(ctx.module, run, *arguments)
+        for place, grad in zip(_select(places, wanted), gradients, strict=True):
+            results[place] = grad
         return tuple(results)
 
 
@@ -347,13 +388,14 @@ class _LinearThenRedistribute(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         results: list[Tensor | None] = [None] * 7
         if grad is not None:
             places = [0, 5, 6]
             wanted = [ctx.needs_input_grad[place] for place in places]
-            run = torch.ops.autoparallel.reduced_linear_backward if _is_compiled(grad) else _reduced_backward
+            run: Callable[..., list[Tensor]] = _reduced_twice
+            if not torch.is_grad_enabled():
+                run = torch.ops.autoparallel.reduced_linear_backward if _is_compiled(grad) else _reduced_backward
             gradients = ranges.in_backward(ctx.module, run, grad, *ctx.saved_tensors, *ctx.way, wanted)
             for place, each in zip(_select(places, wanted), gradients, strict=True):
                 results[place] = each

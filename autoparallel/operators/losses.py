@@ -7,9 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from autoparallel.comm.collectives import all_reduce
+from autoparallel.comm.collectives import all_reduce, redistribute
 from autoparallel.comm.groups import axis_index
 from autoparallel.operators.tables import local_rows
 
@@ -78,13 +77,16 @@ def cross_entropy_sum_sharded(
 
     Two all-reduces of [...]-shaped tensors forward, none backward (Shoeybi et al. 2019, Megatron-LM, section 3).
     """
-    return _ShardedCrossEntropy.apply(x, target, ignore_index, group, classes)
+    loss: Tensor = _ShardedCrossEntropy.apply(x, target, ignore_index, group, classes)[0]
+    return loss
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, target: Tensor, ignore_index: int, group: str, total: int | None) -> Tensor:
-        ctx.dtype = x.dtype
+    def forward(
+        ctx: Any, x: Tensor, target: Tensor, ignore_index: int, group: str, total: int | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.dtype, ctx.group = x.dtype, group
         ctx.set_materialize_grads(False)
         if x.dtype in (torch.float16, torch.bfloat16):
             x = x.float()
@@ -103,15 +105,19 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         totals = all_reduce(torch.stack([exp.sum(-1), picked]), "sum", group)
         softmax = exp / totals[0].unsqueeze(-1)
         ctx.save_for_backward(softmax, local, is_local, valid)
-        return (totals[0].log() - totals[1]).where(valid, 0).sum()
+        # What is saved is a result, so that it can be differentiated.
+        return (totals[0].log() - totals[1]).where(valid, 0).sum(), softmax
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if grads[0] is None:
-            return None, None, None, None, None
+    def backward(ctx: Any, of_loss: Tensor | None, of_softmax: Tensor | None) -> Any:
         softmax, local, is_local, valid = ctx.saved_tensors
-        grad = softmax.scatter_add(-1, local, -is_local.to(softmax.dtype).unsqueeze(-1))
-        grad = grad.where(valid.unsqueeze(-1), 0)
-        grad = grad * grads[0]  # two of these at a time, not three
-        return grad.to(ctx.dtype), None, None, None, None
+        grad: Tensor | None = None
+        if of_loss is not None:
+            grad = softmax.scatter_add(-1, local, -is_local.to(softmax.dtype).unsqueeze(-1))
+            grad = grad.where(valid.unsqueeze(-1), 0)
+            grad = grad * redistribute(of_loss, "I", "R", ctx.group)  # two of these at a time, not three
+        if of_softmax is not None:  # from a derivative of this backward
+            along = redistribute((softmax * of_softmax).sum(-1, keepdim=True), "P", "R", ctx.group)
+            through = softmax * (of_softmax - along)
+            grad = through if grad is None else grad + through
+        return None if grad is None else grad.to(ctx.dtype), None, None, None, None

@@ -8,7 +8,7 @@ from dataclasses import replace
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import PipelinePlan
 from autoparallel.graph.calls import Call, count_microbatches, micro_specs, sizes_of
-from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.graph.captured import Captured
 from autoparallel.passes.adapt_captured import leave_only_loss, leave_out_logits, pad
 from autoparallel.passes.runner import Watch, ignore
 from autoparallel.plan import Plan
@@ -40,8 +40,7 @@ def build(
         PlanError: where the model cannot be run so.
     """
     pad(captured, plan.padded)
-    twice = any(isinstance(spec, InputSpec) and spec.requires_grad for spec in call.specs)
-    target = replace(request.target(prefix), twice=twice, checked=checked, watch=watch)
+    target = replace(request.target(prefix), checked=checked, watch=watch)
     if plan.staging is not None:
         return build_stages(captured, plan, target, call.trains)
     return build_program(captured, plan, target, captured.input_layouts(call.specs, call.layouts))

@@ -130,7 +130,7 @@ def program_passes(
     ]
     splits = plan.pipeline is not None and plan.pipeline.schedule in SPLIT
     # A schedule that splits the backward says itself when the gradients of parameters are computed.
-    if not splits and (plan.linear_chunks > 1 or target.overlaps and not target.twice):
+    if not splits and (plan.linear_chunks > 1 or target.overlaps):
         # Layers that run again take these calls into their graphs, so they must be there before.
         passes.append(
             Pass(

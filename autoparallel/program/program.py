@@ -97,8 +97,6 @@ class Target:
         node: how many devices a node has, in the order of ranks; 0 where all devices are one node.
         overlaps: whether collectives of activations run beside what computes. Inside of a compiled region, each is
             one operator, which waits.
-        twice: whether inputs need gradients, which may be differentiated, too: linear layers and what they exchange
-            stay calls of their own, unless they run in chunks.
         checked: whether programs are checked and compiled, as those that run must be.
         watch: is told of each pass.
     """
@@ -110,6 +108,5 @@ class Target:
     reduce_dtype: torch.dtype | None = None
     node: int = 0
     overlaps: bool = True
-    twice: bool = False
     checked: bool = True
     watch: Watch = ignore

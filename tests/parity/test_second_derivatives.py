@@ -1,4 +1,5 @@
-"""Derivatives of gradients with respect to inputs: penalties, residuals of equations, forces; under any plan."""
+"""Derivatives of gradients with respect to inputs and parameters: penalties, residuals of equations, forces, products
+with Hessians; under any plan."""
 
 from __future__ import annotations
 
@@ -101,17 +102,29 @@ class Scanned(Perceptron):
         return torch.stack(outputs).T
 
 
+class Classes(nn.Module):
+    """A loss of classes that ranks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(8, 16), nn.Linear(16, 16384, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(torch.tanh(self.up(x))), (x.detach().sum(1).abs() * 8).long() % 64)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "perceptron": (Perceptron, (8, 8)),
     "images": (Images, (4, 2, 6, 6)),
     "attention": (Attention, (4, 6, 8)),
     "layers": (Layers, (8, 8)),
     "choice": (Choice, (8, 8)),
+    "classes": (Classes, (8, 8)),
     "scanned": (Scanned, (8, 8)),
 }
 
 Use = Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]
-"""From a model and an input to a gradient with respect to it, and a loss of that."""
+"""From a model and an input to a gradient with respect to it or to a parameter, and a loss of that."""
 
 
 def gradient_penalty(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +148,19 @@ def forces(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return grad, grad.pow(2).mean()
 
 
-USES: dict[str, Use] = {use.__name__: use for use in (gradient_penalty, residual, forces)}
+def curvature(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of all parameters is penalised, and then its derivative along itself."""
+    loss, parameters = model(x.detach()).pow(2).mean(), list(model.parameters())
+    grads = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+    used = [(p, grad) for p, grad in zip(parameters, grads, strict=True) if grad is not None]
+    along = torch.autograd.grad(
+        [grad for _, grad in used], [p for p, _ in used], [p.detach() for p, _ in used], create_graph=True
+    )
+    penalty = sum(h.pow(2).sum() for h in along) + sum(grad.pow(2).sum() for _, grad in used)  # type: ignore[misc]
+    return along[0], loss + 0.1 * penalty
+
+
+USES: dict[str, Use] = {use.__name__: use for use in (gradient_penalty, residual, forces, curvature)}
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -170,20 +195,23 @@ def _train(name: str, use: str, shape: tuple[int, ...], plan: str, options: dict
             grad, loss = USES[use](each, inputs[-1])
             loss.backward()
             grads.append(grad.detach())
-        worst = max(worst, _off(grads[1], grads[0]), _off(inputs[1].grad, inputs[0].grad))  # type: ignore[arg-type]
+        worst = max(worst, _off(grads[1], grads[0]))
+        if use != "curvature":
+            worst = max(worst, _off(inputs[1].grad, inputs[0].grad))  # type: ignore[arg-type]
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             if theirs.grad is not None and theirs.grad.abs().max() > 1e-9:
                 worst = max(worst, _off(ours.grad, theirs.grad))  # type: ignore[arg-type]
         for optimizer in optimizers:
             optimizer.step()
     sharded = sum("S" in str(p.at_rest) for p in model.plan.parameters.values())
+    text = "".join(kind.runner.program.text() for kind in model._kinds)
     gathers = {p.gather for p in model.plan.parameters.values()}
-    return {"worst": worst, "sharded": sharded, "gathers": gathers, "again": len(model.plan.recompute)}
+    return {"worst": worst, "sharded": sharded, "gathers": gathers, "again": len(model.plan.recompute), "text": text}
 
 
 def _all_uses(name: str, shape: tuple[int, ...], plan: str, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     # Torch's third derivatives of a batch norm take its statistics for constants: its bias before one has a gradient.
-    uses = [use for use in USES if not (name == "images" and use == "residual")]
+    uses = [use for use in USES if not (name == "images" and use in ("residual", "curvature"))]
     return {use: _train(name, use, shape, plan, options) for use in uses}
 
 
@@ -217,6 +245,19 @@ def test_parameters_gathered_for_each_use_and_layers_that_run_again_have_second_
         assert all("per_use" in each["gathers"] and each["again"] for each in found.values())
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("name", "options"), [("classes", {"pins": {"head.weight": ("S0",)}}), ("attention", {"linear_chunks": 2})]
+)
+def test_classes_that_ranks_share_and_layers_in_chunks_have_second_derivatives(
+    name: str, options: dict[str, Any]
+) -> None:
+    for found in run_distributed(_all_uses, name, (2,), "tensor_parallel", options, world_size=2):
+        assert max(each["worst"] for each in found.values()) < 1e-9, found
+        assert all(each["sharded"] for each in found.values())
+        assert name != "classes" or all("cross_entropy_sum_sharded" in each["text"] for each in found.values())
+
+
 def _reason(action: Callable[[], object]) -> str:
     try:
         action()
@@ -235,14 +276,14 @@ def _refused() -> dict[str, str]:
 
     _, model = _pair("perceptron", (2,), "fsdp", {"backend": "aot_eager"})
     reasons["compiled"] = _reason(lambda: penalised(model))
-    _, model = _pair("attention", (2,), "tensor_parallel", {"linear_chunks": 2})
-    reasons["chunks"] = _reason(lambda: penalised(model, (4, 6, 8)))
 
     plain, model = _pair("perceptron", (2,), "fsdp", {})
     x = torch.ones(8, 8, dtype=torch.float64)
-    reasons["parameters"] = _reason(lambda: model(x).sum().backward(create_graph=True))
-    weights = [*model.parameters()]
-    reasons["grad of parameters"] = _reason(lambda: torch.autograd.grad(model(x).sum(), weights, create_graph=True))
+    with model.no_sync():
+        reasons["no_sync"] = _reason(lambda: model(x).sum().backward(create_graph=True))
+        model(x).sum().backward()
+    reasons["pending"] = _reason(lambda: model(x).sum().backward(create_graph=True))
+    model.zero_grad()
     for window in model.accumulate(1, [None], weights="equal"):
         for _ in window:
             reasons["window"] = _reason(lambda: penalised(model))
@@ -260,9 +301,8 @@ def test_what_cannot_be_differentiated_twice_says_so_on_every_rank() -> None:
     assert first == second
     expected = {
         "compiled": 'backend="eager"',
-        "chunks": "compile(linear_chunks=1)",
-        "parameters": "not supported for gradients of parameters",
-        "grad of parameters": "not supported for gradients of parameters",
+        "no_sync": "which leaves .grad alone",
+        "pending": "which leaves .grad alone",
         "window": "outside of the window",
     }
     for case, words in expected.items():

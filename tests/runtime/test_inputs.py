@@ -76,8 +76,6 @@ def _inputs() -> dict[str, Any]:
     results["sparse"] = raised(lambda: model(x.to_sparse(), y))
     results["dtype"] = raised(lambda: model(x.float(), y))
     results["target"] = raised(lambda: model(x, y.numpy()))
-
-    results["second derivative"] = raised(lambda: model(inputs["encoding"], y).backward(create_graph=True))
     results["wrapped"] = raised(lambda: DistributedDataParallel(model))
     fully_shard(model, mesh=mesh_of(1))
     results["sharded again"] = raised(lambda: model(x, y))
@@ -103,7 +101,6 @@ def test_structures_of_tensors(found: dict[str, Any]) -> None:
         ("target", "(the target) is a numpy array"),
         ("sparse", "the argument batch is not dense (torch.sparse_coo)"),
         ("dtype", "It was called with batch [8, 8] float32, the target [8, 4] float64."),
-        ("second derivative", "create_graph=True"),
         ("wrapped", "cannot be wrapped in DistributedDataParallel"),
         ("sharded again", "fully_shard() was applied to the compiled model"),
     ],

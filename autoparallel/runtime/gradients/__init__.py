@@ -4,6 +4,6 @@
   owner gives with each call; ``copies`` of what is gathered, for several calls.
 - ``travel``: over a mesh, many along the same way.
 - ``store``: gradients are accumulated and synchronised; ``backwards``: what a backward pass has under way;
-  ``hook_calls``: when hooks on parameters are called.
+  ``hook_calls``: when hooks on parameters are called; ``derivatives`` of gradients.
 - ``accumulation``: windows of several calls.
 """

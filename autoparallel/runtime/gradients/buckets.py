@@ -22,6 +22,7 @@ from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, makes_tensor
 from autoparallel.passes.recompute_layers import Region
 from autoparallel.runtime.gradients.copies import KeptCopy
+from autoparallel.runtime.gradients.derivatives import with_graph
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.gradients.travel import Gather, Tensors
 
@@ -124,20 +125,16 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         bucket: ParameterBucket = ctx.bucket
-        chains = bucket.bucket.chains
+        chains, store = bucket.bucket.chains, bucket.store
         # Counted before there are other lists of them; what a collective makes is nobody else's.
         shared = set[int]() if chains[0].sync else _torch.autograd.held_by_others(grads)
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"create_graph=True is not supported for gradients of parameters, such as "
-                f"{bucket.bucket.chains[0].name}: what reduces them over ranks has no graph\nWhat to change: ask for "
-                "the gradients of inputs alone (torch.autograd.grad(out, x, create_graph=True)), or take it on the "
-                "plain model."
-            )
-        bucket.store.begin_backward()
+        asked_for = _torch.autograd.asked_for(ctx, len(chains))
+        store.begin_backward()
         uses = len(chains[0].uses)
         rows = [grads[i : i + uses] for i in range(0, len(grads), uses)]
-        return None, *bucket.store.receive(chains, rows, _torch.autograd.asked_for(ctx, len(chains)), shared)
+        if torch.is_grad_enabled():
+            return None, *with_graph(store, chains, rows, asked_for)
+        return None, *store.receive(chains, rows, asked_for, shared)
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,9 @@ from autoparallel.runtime.gradients.backwards import (
 from autoparallel.runtime.gradients.copies import KeptCopy
 from autoparallel.runtime.gradients.hook_calls import HookCalls
 from autoparallel.runtime.gradients.travel import Carrier, Tensors, cast
-from autoparallel.runtime.parameters.hooks import show_always, show_engine
+from autoparallel.runtime.parameters.hooks import has_gradient_hooks, show_always, show_engine
 from autoparallel.runtime.parameters.parts import note_changes
-from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, lies_elsewhere
+from autoparallel.runtime.parameters.slices import as_parameter, as_parameter_with_graph, gradient_as, lies_elsewhere
 from autoparallel.runtime.ranks.stages import as_gradient
 
 
@@ -172,8 +172,7 @@ class GradientStore(Carrier):
         Raises:
             RuntimeError: under that in a window of ``accumulate()``.
         """
-        trained = self.parameters  # some may have been frozen since the forward
-        rows = [row for row in reached(chains, grads, asked_for.inputs) if trained[row[0].name].requires_grad]
+        rows = self.trained(chains, grads, asked_for)
         if asked_for.handed:
             if self.window is not None:
                 require_not_handed(asked_for, "in a window of accumulate(), which divides .grad at its end")
@@ -181,6 +180,11 @@ class GradientStore(Carrier):
         if rows:
             self.receive_sums([chain for chain, _ in rows], self.sum_uses(rows), shared)
         return [None] * len(chains)
+
+    def trained(self, chains: Sequence[ParameterChain], grads: Grads, asked_for: AskedFor) -> Rows:
+        """Those of a bucket's parameters that are asked for, reached, and not frozen since the forward."""
+        rows = reached(chains, grads, asked_for.inputs)
+        return [row for row in rows if self.parameters[row[0].name].requires_grad]
 
     def complete(self, rows: Rows) -> dict[str, torch.Tensor]:
         """The complete gradients of those of a bucket's parameters that a backward has reached, by name."""
@@ -241,6 +245,11 @@ class GradientStore(Carrier):
             grad = as_gradient(grad, mesh)
         if self.window is None and (not self.synchronise or lies_elsewhere(parameter)):
             return grad
+        if torch.is_grad_enabled() and has_gradient_hooks(parameter):
+            raise RuntimeError(
+                f"create_graph=True: {name} has a hook, which has no graph\nWhat to change: remove it, and compute of "
+                "the gradients what it does."
+            )
         adds = _torch.autograd.adds_to_grad(parameter)  # torch.autograd.grad() does not
         if adds:
             self.passes.running()
@@ -367,6 +376,10 @@ class GradientStore(Carrier):
             torch._foreach_add_(sums, addends)
         if self.when_reduced is not None and (self.window is None or self.window.divisor() is None):
             self.when_reduced([chain.name for chain in chains])
+
+    def lay_out(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a gradient as autograd is given it, with its graph."""
+        return as_parameter_with_graph(value, self.parameters[name])
 
     # -- from clipping, the optimizer, and the outside --------------------------------------------------------------
 

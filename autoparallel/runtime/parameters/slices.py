@@ -82,6 +82,13 @@ def as_parameter(local: torch.Tensor, parameter: torch.Tensor) -> DTensor:
     return _torch.dtensor.wrap_local(local, spec)
 
 
+def as_parameter_with_graph(local: torch.Tensor, parameter: torch.Tensor) -> DTensor:
+    """The same, which can be differentiated as this rank's part can."""
+    spec = _torch.dtensor.spec_of(parameter)  # type: ignore[arg-type]
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
+
+
 def lay_like(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
     """A value to load that lies as a parameter does: a plain, whole tensor without communication, a ``DTensor`` by
     redistributing it, or gathering it from another mesh; one of another shape as it is."""

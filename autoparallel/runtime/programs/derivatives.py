@@ -13,19 +13,18 @@ import torch
 
 from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.in_flight import finish_redistribution, start_redistribution
-from autoparallel.operators import control_flow, draws, losses, tables
-from autoparallel.operators.chunked import linear_then_redistribute, redistribute_then_linear
+from autoparallel.operators import chunked, control_flow, draws, losses, tables
 from autoparallel.operators.control_flow import inner_graphs
-from autoparallel.operators.losses import cross_entropy_sum_sharded
 from autoparallel.operators.selective_checkpoint import Keeping
 from autoparallel.passes.chunk_loss import ChunkedLoss
 from autoparallel.program.program import LocalProgram
 
 _OURS = {redistribute, start_redistribution, finish_redistribution}
-_COMPOSITES = {module.__name__ for module in (losses, tables, draws)}
-"""Whose functions call torch's operators and redistributions alone, but for the sharded cross-entropy."""
-
-_CHUNKED = {redistribute_then_linear, linear_then_redistribute}
+_MODULES = {
+    *(module.__name__ for module in (losses, tables, draws, chunked)),
+    *("_operator", "math", "torch", "torch.sym_ops"),
+}
+"""Whose functions call torch's operators and redistributions alone, or have backwards that do."""
 
 
 def why_once(program: LocalProgram) -> str:
@@ -37,8 +36,6 @@ def why_once(program: LocalProgram) -> str:
     if node is None:
         return ""
     place = f" of {node.meta['module']}" if node.meta.get("module") else ""
-    if node.target in _CHUNKED:
-        return f"linear layers{place} run beside what they exchange\nWhat to change: compile(linear_chunks=1)"
     if isinstance(node.target, Keeping):
         return (
             f"all but the products{place} run again in the backward\nWhat to change: compile() without a memory_limit "
@@ -55,6 +52,4 @@ def _is_twice(target: object) -> bool:
     if module == control_flow.__name__:
         calls = (node for inner in inner_graphs(target) for node in inner.graph.nodes if node.op == "call_function")
         return all(_is_twice(node.target) for node in calls)
-    if module in _COMPOSITES:
-        return target is not cross_entropy_sum_sharded
-    return target in _OURS or module in ("_operator", "math", "torch", "torch.sym_ops") or target is operator.getitem
+    return target in _OURS or module in _MODULES or target is operator.getitem

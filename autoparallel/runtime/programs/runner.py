@@ -80,8 +80,7 @@ class Runner:
         """Why what the program computes can be differentiated once only; empty where it can be twice."""
         if self.body is not self.program.body:
             return 'it is compiled\nWhat to change: compile(backend="eager")'
-        inputs = any(node.meta.get("differentiable") for node in self.captured.input_nodes)
-        return why_once(self.program) if inputs else ""  # of parameters, buckets say why
+        return why_once(self.program)
 
     def require_fits(self, call: Call) -> None:
         """Raises ValueError when a call's sizes cannot be cut as the program cuts them."""

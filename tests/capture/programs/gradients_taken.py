@@ -180,11 +180,68 @@ def squared_gradients_of_single_rows(run: Run) -> None:
     run.note("fisher", [f.full_tensor() if isinstance(f, DTensor) else f for f in fisher])
 
 
-@loop(line=False, refused="graph")
-def gradients_taken_with_a_graph(run: Run) -> None:
-    """Second derivatives of parameters: refused, because a reduction over ranks has no graph."""
+@loop(ranks=True)
+def norm_of_the_gradient_is_penalised(run: Run) -> None:
+    """A flat minimum: the norm of the gradient of all parameters is part of the loss."""
     model = run.compile(net())
-    loss = model(*rows(0)).square().mean()
-    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    sum(g.square().sum() for g in grads).backward()
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        loss = run.call(model, step).square().mean()
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        norm = sum(g.square().sum() for g in grads).sqrt()
+        run.note("norm", norm)
+        (loss + 0.1 * norm).backward()
+        finish(run, model, optimizer)
+
+
+@loop(ranks=True)
+def diagonal_of_the_hessian(run: Run) -> None:
+    """AdaHessian: backward(create_graph=True), then Hutchinson's products of .grad with signs."""
+    model = run.compile(net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        loss = run.call(model, step).square().mean()
+        loss.backward(create_graph=True)
+        parameters = list(model.parameters())
+        signs = [torch.ones_like(p).mul_(-1 if i % 2 else 1) for i, p in enumerate(parameters)]
+        products = torch.autograd.grad([p.grad for p in parameters], parameters, grad_outputs=signs, retain_graph=True)
+        run.note("products", products)
+        run.note("norm", nn.utils.clip_grad_norm_(parameters, 0.01))
+        for p, product in zip(parameters, products, strict=True):
+            p.grad = p.grad.detach() / (1 + (product * product).abs())
+        finish(run, model, optimizer)
+
+
+@loop(ranks=True)
+def third_derivatives(run: Run) -> None:
+    model = run.compile(TwoHeads())
+    for step in range(STEPS):
+        first, second = model(*rows(step))
+        parameters = [model.trunk.weight, model.trunk.bias]
+        value = first.exp().mean() + second.square().sum()
+        for _ in range(3):
+            grads = torch.autograd.grad(value, parameters, create_graph=True)
+            run.note("gradients", grads)
+            value = sum(g.pow(3).sum() for g in grads)
+
+
+@loop(ranks=True)
+def graphs_added_up_in_grad(run: Run) -> None:
+    """Two backwards with create_graph=True add up, as in eager, and a plain one after them."""
+    model = run.compile(net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        for part in range(2):
+            run.call(model, step + 10 * part).square().mean().backward(create_graph=True)
+        run.call(model, step + 20).square().mean().backward()
+        finish(run, model, optimizer)
+
+
+@loop(line=False, refused="remove it")
+def graph_through_a_hook(run: Run) -> None:
+    """A hook on a parameter would be left out of the second derivative."""
+    model = run.compile(net())
+    model[0].weight.register_hook(lambda grad: grad.pow(2))
+    (grad,) = torch.autograd.grad(run.call(model, 0).square().mean(), model[0].weight, create_graph=True)
+    grad.sum().backward()
     run.note_gradients(model)
