@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from autoparallel.comm import groups
@@ -317,3 +318,47 @@ def test_a_gather_ahead_that_the_backward_does_not_use_is_dropped() -> None:
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
 def test_predicted_equals_counted_everywhere(shape: tuple[int, ...], name: str) -> None:
     _check(shape, [(name, plan) for plan in PLANS])
+
+
+class _Watches(TorchDispatchMode):
+    """A mode of the user's, which counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def _compiled(chunks: int) -> tuple[list[Traffic], list[float], list[int]]:
+    """What is sent in eager and compiled, before and after a mode of the user's has watched; the losses, and what that
+    mode saw."""
+    counts, losses, products = [], [], []
+    for backend in ("eager", "aot_eager"):
+        case = build("gpt", torch.float64)
+        args, kwargs = case.make_batch(0, 4)
+        options: Any = {"plan": "tensor_parallel", "linear_chunks": chunks, "backend": backend}
+        model = autoparallel.compile(case.model, _mesh((2,)), loss_fn=case.loss_fn, **options)
+        model(*args, **kwargs).backward()
+        for watched in (False, True, False):
+            watches = _Watches()
+            with watches if watched else contextlib.nullcontext(), autoparallel.count_traffic() as traffic:
+                loss = model(*args, **kwargs)
+                loss.backward()
+            losses.append(loss.item())
+            if watched:
+                products.append(watches.products)
+            else:
+                counts.append(traffic.result())
+    return counts, losses, products
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_compiled_programs_are_counted_and_may_be_watched(chunks: int) -> None:
+    for (first, *others), losses, products in run_distributed(_compiled, chunks, world_size=2, timeout=300.0):
+        assert first.total_bytes > 0 and all(each == first for each in others), (first, others)
+        assert max(losses) - min(losses) < 1e-9
+        assert min(products) > 0

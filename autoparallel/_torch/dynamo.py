@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch._compile import _disable_dynamo
 from torch._guards import tracing
+from torch.utils import _python_dispatch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,6 +47,11 @@ def graph_break_of(module: fx.GraphModule) -> tuple[str, list[traceback.FrameSum
     if not getattr(reason, "graph_break", False):
         return None
     return str(getattr(reason, "reason", "")), list(getattr(reason, "user_stack", []))
+
+
+def leaves_frames() -> bool:
+    """Whether Dynamo compiles nothing now, because a mode of the user's watches operators."""
+    return bool(_python_dispatch.is_in_any_mode_without_ignore_compile_internals())
 
 
 def leave_open(tensor: torch.Tensor, dims: list[int]) -> None:

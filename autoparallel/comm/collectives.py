@@ -405,6 +405,11 @@ def is_traced(x: torch.Tensor) -> bool:
     return x.is_meta or type(x) is not torch.Tensor and not isinstance(x, torch.nn.Parameter)
 
 
+def is_compiled(x: torch.Tensor) -> bool:
+    """Whether a compiler looks at what is computed, as a dry run does not."""
+    return torch.compiler.is_compiling() or is_traced(x) and not x.is_meta
+
+
 def redistribute(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:
     """Turns the placement ``src`` of a tensor into ``dst`` along the mesh axis ``group``, differentiably.
 

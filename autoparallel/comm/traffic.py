@@ -18,6 +18,8 @@ apart, in ``control_collectives`` and ``control_bytes``, and is in no other numb
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,6 +171,11 @@ class CountingMode(TorchDispatchMode):
         self._add = add
         self._names = names or {}
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Has torch compile what is called here, and show this mode what is sent of it."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it comes back as operators on local tensors and as collectives
@@ -221,17 +228,23 @@ class CountingMode(TorchDispatchMode):
             self._count_exchange(name, arguments)
             return
         if name == "all_reduce":
-            kind, part = "all_reduce", False
-        elif name in ("transfer", "start_transfer"):
-            src, dst = parse_placement(arguments["src"]), parse_placement(arguments["dst"])
-            kind, part = action(src, dst), src.kind == "S"
-            if kind not in COLLECTIVES:
-                return
+            self._add_own("all_reduce", _torch.tensors.bytes_in(arguments["x"]), False, arguments["group"])
+            return
+        if name in ("transfer", "start_transfer"):
+            sent = [_torch.tensors.bytes_in(arguments["x"])]
+        elif name in _CHUNKED:
+            sent = _bytes_of_chunks(name, arguments)
         else:
             return
-        communicator, axis = communicator_of(arguments["group"])
-        ranks, full = communicator.size(axis), _torch.tensors.bytes_in(arguments["x"])
-        self._add(kind, active_axes(axis, communicator.size), full * ranks if part else full, ranks)
+        src, dst = parse_placement(arguments["src"]), parse_placement(arguments["dst"])
+        kind = action(src, dst)
+        for size in sent if kind in COLLECTIVES else ():
+            self._add_own(kind, size, src.kind == "S", arguments["group"])
+
+    def _add_own(self, kind: str, size: int, part: bool, group: str) -> None:
+        communicator, axis = communicator_of(group)
+        ranks = communicator.size(axis)
+        self._add(kind, active_axes(axis, communicator.size), size * ranks if part else size, ranks)
 
     def _count_exchange(self, name: str, arguments: Mapping[str, Any]) -> None:
         """How many rows each expert gets, the rows there, and what was made of them back."""
@@ -244,6 +257,30 @@ class CountingMode(TorchDispatchMode):
             there, back = there + back, there
         for size in (8 * ranks * weight.shape[0], row * there, row * back):
             self._add("all_to_all", active_axes(axis, communicator.size), int(size) * ranks, ranks)
+
+
+_CHUNKED = ("gathered_linears", "gathered_linears_backward", "reduced_linear", "reduced_linear_backward")
+
+
+def _bytes_of_chunks(name: str, arguments: Mapping[str, Any]) -> list[int]:
+    """What linear layers send of each chunk of rows: what they read, or what they make."""
+    backward = name.endswith("backward")
+    if name.startswith("gathered") and backward:
+        if not arguments["wanted"][0]:
+            return []
+        like = arguments["grads"][0]
+        shape = (*like.shape[:-1], arguments["weights"][0].shape[1])
+    elif name.startswith("reduced") and not backward:
+        like = arguments["x"]
+        shape = (*like.shape[:-1], arguments["weight"].shape[0])
+    else:
+        like = arguments["grad" if backward else "x"]
+        shape = like.shape
+    cut = [int(arguments[p][1:]) for p in ("src", "dst") if arguments[p][0] == "S"]
+    dims = min([len(shape) - 1, *cut])
+    rows, row = math.prod(shape[:dims]), math.prod(shape[dims:]) * like.element_size()
+    ends = [rows * i // arguments["chunks"] for i in range(arguments["chunks"] + 1)]
+    return [(end - begin) * row for begin, end in itertools.pairwise(ends) if end > begin]
 
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "autoparallel")

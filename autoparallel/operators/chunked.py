@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoparallel.comm import ranges
-from autoparallel.comm.collectives import apply, arriving_shape, is_traced, redistribute, transposed
+from autoparallel.comm.collectives import apply, arriving_shape, is_compiled, redistribute, transposed
 from autoparallel.comm.in_flight import finish_transfer, sends, start_transfer
 
 T = TypeVar("T")
@@ -265,8 +265,9 @@ def _reduced_twice(
 _WAY = "str src, str dst, str group, int chunks"
 
 
-def _is_compiled(x: Tensor) -> bool:
-    return torch.compiler.is_compiling() or is_traced(x) and not x.is_meta  # a dry run looks inside
+def _has_graph(x: Tensor) -> bool:
+    """Whether the backward that runs is to be differentiated; a compiler traces each with gradients enabled."""
+    return torch.is_grad_enabled() and not is_compiled(x)
 
 
 def _define(name: str, function: Callable[..., Any], arguments: str, result: str, fake: Callable[..., Any]) -> None:
@@ -344,7 +345,7 @@ class _RedistributeThenLinear(torch.autograd.Function):
         ctx.module = ranges.place()
         ctx.way, ctx.count = (*transposed(src, dst), group, chunks), count
         if sends(src, dst):
-            run = torch.ops.autoparallel.gathered_linears if _is_compiled(x) else _gather_chunks
+            run = torch.ops.autoparallel.gathered_linears if is_compiled(x) else _gather_chunks
             tensors = run(x, weights, biases, src, dst, group, chunks)
             results, received = tensors[:count], tensors[count:]
         else:
@@ -352,6 +353,8 @@ class _RedistributeThenLinear(torch.autograd.Function):
             results, received = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)], [_rows(x)]
         ctx.shape = results[0].shape[:-1]
         ctx.save_for_backward(*weights, *received)
+        if is_compiled(x):
+            return tuple(results)
         return *results, *received  # so that what is saved of the rows can be differentiated
 
     @staticmethod
@@ -364,10 +367,10 @@ class _RedistributeThenLinear(torch.autograd.Function):
         weights, received, of_received = [saved[i] for i in used], saved[count:], grads[count:]
         arguments = [*used.values()], weights, received, *ctx.way, wanted
         gradients: list[Tensor] = []
-        if torch.is_grad_enabled() or any(grad is not None for grad in of_received):
+        if _has_graph(saved[0]) or any(grad is not None for grad in of_received):
             gradients = ranges.in_backward(ctx.module, _gathered_twice, ctx.shape, of_received, *arguments)
         elif used:
-            run = torch.ops.autoparallel.gathered_linears_backward if _is_compiled(saved[0]) else _gathered_backward
+            run = torch.ops.autoparallel.gathered_linears_backward if is_compiled(saved[0]) else _gathered_backward
             gradients = ranges.in_backward(ctx.module, run, *arguments)
         for place, grad in zip(_select(places, wanted), gradients, strict=True):
             results[place] = grad
@@ -383,7 +386,7 @@ class _LinearThenRedistribute(torch.autograd.Function):
         ctx.module = ranges.place()
         ctx.way = *transposed(src, dst), group, chunks
         ctx.save_for_backward(x, weight)
-        run = torch.ops.autoparallel.reduced_linear if _is_compiled(x) else _reduce_chunks
+        run = torch.ops.autoparallel.reduced_linear if is_compiled(x) else _reduce_chunks
         result: Tensor = run(x, weight, bias, src, dst, group, chunks)
         return result
 
@@ -394,8 +397,8 @@ class _LinearThenRedistribute(torch.autograd.Function):
             places = [0, 5, 6]
             wanted = [ctx.needs_input_grad[place] for place in places]
             run: Callable[..., list[Tensor]] = _reduced_twice
-            if not torch.is_grad_enabled():
-                run = torch.ops.autoparallel.reduced_linear_backward if _is_compiled(grad) else _reduced_backward
+            if not _has_graph(grad):
+                run = torch.ops.autoparallel.reduced_linear_backward if is_compiled(grad) else _reduced_backward
             gradients = ranges.in_backward(ctx.module, run, grad, *ctx.saved_tensors, *ctx.way, wanted)
             for place, each in zip(_select(places, wanted), gradients, strict=True):
                 results[place] = each

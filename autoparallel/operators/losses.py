@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoparallel.comm.collectives import all_reduce, redistribute
+from autoparallel.comm.collectives import all_reduce, is_compiled, redistribute
 from autoparallel.comm.groups import axis_index
 from autoparallel.operators.tables import local_rows
 
@@ -77,7 +77,7 @@ def cross_entropy_sum_sharded(
 
     Two all-reduces of [...]-shaped tensors forward, none backward (Shoeybi et al. 2019, Megatron-LM, section 3).
     """
-    loss: Tensor = _ShardedCrossEntropy.apply(x, target, ignore_index, group, classes)[0]
+    loss, *_ = _ShardedCrossEntropy.apply(x, target, ignore_index, group, classes)
     return loss
 
 
@@ -85,7 +85,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, target: Tensor, ignore_index: int, group: str, total: int | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         ctx.dtype, ctx.group = x.dtype, group
         ctx.set_materialize_grads(False)
         if x.dtype in (torch.float16, torch.bfloat16):
@@ -105,11 +105,11 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         totals = all_reduce(torch.stack([exp.sum(-1), picked]), "sum", group)
         softmax = exp / totals[0].unsqueeze(-1)
         ctx.save_for_backward(softmax, local, is_local, valid)
-        # What is saved is a result, so that it can be differentiated.
-        return (totals[0].log() - totals[1]).where(valid, 0).sum(), softmax
+        loss = (totals[0].log() - totals[1]).where(valid, 0).sum()
+        return (loss,) if is_compiled(x) else (loss, softmax)  # so that what is saved can be differentiated
 
     @staticmethod
-    def backward(ctx: Any, of_loss: Tensor | None, of_softmax: Tensor | None) -> Any:
+    def backward(ctx: Any, of_loss: Tensor | None, of_softmax: Tensor | None = None) -> Any:
         softmax, local, is_local, valid = ctx.saved_tensors
         grad: Tensor | None = None
         if of_loss is not None:

@@ -119,10 +119,13 @@ class RegionCompiler:
                 return _torch.dynamo.compile_by_inductor(graph, inputs, sizes)
 
         backend = inductor if self.backend == "inductor" else self.backend
-        compiled = torch.compile(_torch.export.forward_of(program), fullgraph=True, dynamic=False, backend=backend)
+        plain = _torch.export.forward_of(program)
+        compiled = torch.compile(plain, fullgraph=True, dynamic=False, backend=backend)
         opened = [(i, dims) for i, dims in enumerate(open_dims(program.graph)) if dims]
 
         def run(*arguments: Any) -> Any:
+            if _torch.dynamo.leaves_frames():  # as torch.compile itself does
+                return plain(*arguments)
             for i, dims in opened:
                 _torch.dynamo.leave_open(arguments[i], dims)
             return compiled(*arguments)
