@@ -347,7 +347,7 @@ class Compiler:
                     raise RuntimeError(f"{name} cannot be given its layout: {error}") from error
                 if lies_elsewhere(parameter):
                     keep_without_gradient(parameter)
-        store.note_storages()
+        store.note_layouts()
 
 
 def _attributes_in_pipeline(captured: Captured) -> str:

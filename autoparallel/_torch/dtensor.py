@@ -77,6 +77,14 @@ def check_full_tensor(check: Callable[[DTensor], None]) -> None:
     DTensor.full_tensor = checked  # type: ignore[method-assign, assignment]
 
 
+@cache
+def handle_assignments(assign: Callable[[Callable[..., None], DTensor, torch.Tensor], None]) -> None:
+    """Has ``x.data = value`` of every ``DTensor`` carried out by ``assign``, which is given torch's own way first: that
+    leaves the local tensor as it is."""
+    data = vars(torch._C.TensorBase)["data"]
+    DTensor.data = property(data.__get__, partial(assign, data.__set__))  # type: ignore[assignment]
+
+
 def become(tensor: DTensor, other: DTensor) -> None:
     """Has a ``DTensor`` lie as another of its shape does, and share its memory."""
     tensor._local_tensor, tensor._spec = other._local_tensor, other._spec

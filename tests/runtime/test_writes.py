@@ -127,6 +127,49 @@ def test_ranks_that_write_different_tensors_are_told_so_and_nothing_is_written()
         assert rank["kept"] and rank["written"]
 
 
+def _given_other_memory() -> dict[str, str]:
+    """What ``.data`` may not become."""
+    model = autoparallel.compile(nn.Linear(WIDTH, ROWS), mesh_of(2), plan="fsdp")
+    with torch.device("meta"):
+        plain = nn.Linear(WIDTH, ROWS)
+    empty = autoparallel.compile(plain, mesh_of(2), plan="fsdp")
+    other = copy.deepcopy(model)
+    model(torch.ones(4, WIDTH)).sum().backward()
+    weight, rank = model.weight, float(dist.get_rank())
+    before = weight.full_tensor()
+    words = {
+        "shape": raised(lambda: setattr(weight, "data", weight.data[0])),
+        "dtype": raised(lambda: setattr(weight.grad, "data", weight.grad.data.half())),
+        "differs": raised(lambda: setattr(weight, "data", torch.full((ROWS, WIDTH), rank))),
+        "meta": raised(lambda: setattr(empty.weight, "data", torch.ones(ROWS, WIDTH))),
+        "another": raised(lambda: setattr(weight, "data", other.weight.data)),
+        "kept": "" if torch.equal(weight.full_tensor(), before) else "it has changed",
+    }
+    views = weight[0], weight[:, 0]  # one of them of a gathered copy, the other of what this rank has
+    weight.data = weight.data * 2
+    read = [raised(lambda view=view: view.full_tensor()) for view in views]  # type: ignore[misc]
+    then = (before[0], before[:, 0])[read.index("")]
+    return words | {
+        "view": "".join(read),
+        "itself": raised(lambda: setattr(weight, "data", weight.data)),
+        "other view": "" if torch.equal(views[read.index("")].full_tensor(), then) else "it has changed",
+    }
+
+
+def test_data_is_only_given_what_it_can_be() -> None:
+    expected = {
+        "shape": "ValueError: .data of a tensor of shape [7, 6]",
+        "dtype": "torch.float16\nWhat to change: assign one of the same",
+        "differs": "the ranks call the model differently",
+        "meta": "call model.prepare(*inputs), and assign then",
+        "another": "What to change: assign a copy",
+        "view": "What to change: take it again",
+    }
+    for rank in run_on_ranks(_given_other_memory, world_size=2):
+        assert rank.pop("kept") == rank.pop("itself") == rank.pop("other view") == ""
+        assert [name for name, words in rank.items() if expected[name] not in words] == [], rank
+
+
 def _in_stages(shape: tuple[int, ...]) -> dict[str, float]:
     """What a pipeline's ranks write and read where they have a gradient, which those of other stages have not."""
     mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("pp", "dp")[: len(shape)])

@@ -71,7 +71,7 @@ class CallReader:
             problem = "the model is called inside of whole(): call the plain model that it gives, or leave it first"
         elif list(map(id, listed)) != self._listed:
             problem = _why_replaced(modules, dict(self.plain.named_parameters(remove_duplicate=False)), self._names)
-        problem = problem or self.kinds.store.assigned()
+        problem = problem or self.kinds.store.converted()
         autocast = torch.get_autocast_dtype(mesh.device_type) if torch.is_autocast_enabled(mesh.device_type) else None
         layouts: list[Layout | None] = [None] * len(leaves)
         local = list(leaves)

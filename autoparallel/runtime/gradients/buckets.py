@@ -57,8 +57,12 @@ class ParameterBucket(nn.Module):
 
     def local_parameters(self, chains: Sequence[ParameterChain]) -> Tensors:
         """This rank's tensors of some of the bucket's parameters at rest."""
+        return [x.detach() for x in map(_torch.dtensor.local_of, self.parameters_of(chains))]
+
+    def parameters_of(self, chains: Sequence[ParameterChain]) -> list[nn.Parameter]:
+        """Some of the bucket's parameters at rest."""
         parameters = self.store.parameters
-        return [x.detach() for x in map(_torch.dtensor.local_of, [parameters[c.name] for c in chains])]
+        return [parameters[chain.name] for chain in chains]
 
     def prefetch(self) -> None:
         """Starts the gather whose result the next ``gather`` returns."""
@@ -84,7 +88,7 @@ class ParameterBucket(nn.Module):
         chains = self.bucket.chains
         values = self.start(chains)() if copy is None else copy.values
         if not self.store.synchronise:
-            self.store.copies[self] = copy or KeptCopy(values, self.local_parameters(chains))
+            self.store.copies[self] = copy or KeptCopy(values, self.parameters_of(chains))
         return [value.view_as(value) for value in values]
 
     def start(self, chains: Sequence[ParameterChain]) -> Gather:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from autoparallel import _torch
 from autoparallel.runtime.gradients.travel import Tensors
 
 
@@ -12,12 +15,12 @@ class KeptCopy:
 
     Args:
         values: the gathered parameters.
-        local: this rank's parts of them at rest.
+        parameters: those at rest, which may be given other memory.
     """
 
-    def __init__(self, values: Tensors, local: Tensors) -> None:
-        self.values, self._now = values, local
-        self._before = [x.clone() for x in local]
+    def __init__(self, values: Tensors, parameters: Sequence[torch.Tensor]) -> None:
+        self.values, self._parameters = values, parameters
+        self._before = [_torch.dtensor.local_of(x).detach().clone() for x in parameters]
 
     def has_changed(self) -> bool:
         """Whether this rank's part of a parameter is no longer the one that was gathered.
@@ -25,4 +28,5 @@ class KeptCopy:
         Values are compared, because writing through ``p.data`` or by an operator over lists of tensors, as optimizers
         use them, changes no version of a ``DTensor``.
         """
-        return any(not torch.equal(before, now) for before, now in zip(self._before, self._now, strict=True))
+        present = _torch.dtensor.locals_of(self._parameters)
+        return any(not torch.equal(before, now) for before, now in zip(self._before, present, strict=True))

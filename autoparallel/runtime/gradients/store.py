@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from autoparallel.runtime.gradients.travel import Carrier, Tensors, cast
 from autoparallel.runtime.parameters.hooks import has_gradient_hooks, show_always, show_engine
 from autoparallel.runtime.parameters.parts import note_changes
 from autoparallel.runtime.parameters.slices import as_parameter, as_parameter_with_graph, gradient_as, lies_elsewhere
+from autoparallel.runtime.parameters.state import note_parameters
 from autoparallel.runtime.ranks.stages import as_gradient
 
 
@@ -60,6 +62,7 @@ class GradientStore(Carrier):
         super().__init__(mesh, prefix)
         self.everyone = everyone
         self.parameters = parameters
+        note_parameters(self, parameters)
         self.synchronise = True
         self.offloads_states = False  # whether the optimizer's states lie in host memory
         self.backwards, self.steps = 0, 0
@@ -77,7 +80,7 @@ class GradientStore(Carrier):
         self._lock = threading.RLock()
         self.passes = BackwardPasses(self._finish_backward, note_raised)
         self.copies: dict[object, KeptCopy] = {}  # by bucket
-        self.note_storages()
+        self.note_layouts()
 
     def _watch_engine(self) -> None:
         """Has the engine show this store what it adds to a parameter's ``.grad`` by itself."""
@@ -133,25 +136,20 @@ class GradientStore(Carrier):
         parameters = [self.parameters[name] for name in names]
         return _torch.tensors.versions_of([*parameters, *_torch.dtensor.locals_of(parameters)])
 
-    def note_storages(self) -> None:
-        """Notes what ``p.data = tensor`` would replace; to be called again when parameters have got new layouts."""
-        self._storages = [p.untyped_storage() for p in self.parameters.values()]  # alive, so their marks stay theirs
-        self._marks = _torch.tensors.storage_marks(self.parameters.values())
+    def note_layouts(self) -> None:
+        """Notes how parameters lie; to be called again when they have got new layouts."""
+        self._lying = _torch.dtensor.specs_of(list(self.parameters.values()))
 
-    def assigned(self) -> str | None:
-        """What is wrong where something was assigned to a parameter by ``p.data = tensor``; None where nothing was."""
-        marks = _torch.tensors.storage_marks(self.parameters.values())
-        if marks == self._marks:
+    def converted(self) -> str | None:
+        """What is wrong where a parameter does not lie as noted, or has another dtype; None where all do."""
+        present = _torch.dtensor.specs_of(list(self.parameters.values()))
+        if all(map(is_, present, self._lying)):
             return None
-        pairs = zip(self.parameters.items(), marks, self._marks, strict=True)
-        name = next((n for (n, p), mark, noted in pairs if mark != noted and not lies_elsewhere(p)), None)
-        if name is None:  # ``p.data += 1`` gives an empty parameter other memory
-            self.note_storages()
-            return None
-        return (
-            f"{name}.data = tensor was assigned after compile(), which reaches no rank's part of the parameter\n"
-            "What to change: under torch.no_grad(), p.copy_(tensor) of a DTensor, such as a copy of p.data; of a whole "
-            "tensor, p.copy_(distribute_tensor(tensor, p.device_mesh, p.placements)), or model.load_state_dict(...)."
+        pairs = zip(self.parameters, present, self._lying, strict=True)
+        name = next((name for name, spec, noted in pairs if spec != noted), None)
+        return name and (
+            f"{name} was given another dtype or layout after compile(), as model.{name.rpartition('.')[0]}.half() "
+            "does\nWhat to change: cast or move the plain model, then compile it."
         )
 
     # -- from a backward --------------------------------------------------------------------------------------------

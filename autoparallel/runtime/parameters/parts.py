@@ -57,6 +57,12 @@ def note_origin(view: Tensor, origin: Origin) -> None:
     _ORIGINS[view] = origin
 
 
+def forget_origin(view: Tensor) -> None:
+    """Has a tensor be no view any more."""
+    if _ORIGINS:
+        _ORIGINS.pop(view, None)
+
+
 def note_changes(tensors: Iterable[Tensor | None]) -> None:
     """Has views of gathered copies raise when they are read, because the tensors that they are of have changed."""
     if not _ORIGINS:

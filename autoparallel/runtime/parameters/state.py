@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -176,6 +177,32 @@ def aliases_kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
             _torch.dtensor.become(alias, parameters[same].detach())  # type: ignore[arg-type]
         elif any(_place_of(parameters[name])[0] != place[0] for name in names[place[0]]):
             _torch.dtensor.make_unreadable(alias, _OLD % names[place[0]][0])
+
+
+_TRAINED: weakref.WeakKeyDictionary[object, Mapping[str, nn.Parameter]] = weakref.WeakKeyDictionary()
+"""The parameters of all compiled models, by who has them."""
+
+
+def note_parameters(owner: object, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Notes the parameters of a compiled model, as long as their owner lives."""
+    _TRAINED[owner] = parameters
+
+
+def shares_parameter(tensor: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether a ``DTensor`` is, or lies in the memory of, a parameter of a compiled model other than ``target``."""
+    local = _torch.dtensor.local_of(tensor)
+    if not isinstance(tensor, nn.Parameter) and _torch.tensors.count_references(local) == 1:
+        return False  # nothing else lies there
+    others = (x for parameters in _TRAINED.values() for x in parameters.values() if x is not target)
+    return any(_overlap(local, _torch.dtensor.local_of(x)) for x in others)
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors, which are contiguous, have memory in common."""
+    if _torch.tensors.storage_mark(a) != _torch.tensors.storage_mark(b):
+        return False
+    starts = a.storage_offset(), b.storage_offset()
+    return starts[0] < starts[1] + b.numel() and starts[1] < starts[0] + a.numel()
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:

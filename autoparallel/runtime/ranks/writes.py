@@ -4,11 +4,13 @@ A view of a ``DTensor`` that is cut along the dim which the view takes apart is 
 that copy, writes to it and drops it, without a word.  Where a view is made, it is noted here what it is a view of, and
 how it came about; what is written to it then is written to the whole tensor, of which every rank keeps its part.  So is
 what torch cannot write to parts, ``weight[mask] = 0``, ``weight.copy_(plain)``, or to summands, of which a gradient
-consists under ``no_sync()``: ``weight.grad.clamp_(-1, 1)`` (see ``share_of``).
+consists under ``no_sync()``: ``weight.grad.clamp_(-1, 1)`` (see ``share_of``).  ``weight.data = value`` gives a tensor
+other memory, which torch does not pass on to what a rank has of it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -20,8 +22,17 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoparallel import _torch
-from autoparallel.runtime.parameters.parts import Origin, make_again, note_changes, note_origin, origin_of, replicated
+from autoparallel.runtime.parameters.parts import (
+    Origin,
+    forget_origin,
+    make_again,
+    note_changes,
+    note_origin,
+    origin_of,
+    replicated,
+)
 from autoparallel.runtime.parameters.slices import lies_elsewhere, share_of
+from autoparallel.runtime.parameters.state import shares_parameter
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
 from autoparallel.runtime.ranks.stages import as_gradient, everywhere, meet
 
@@ -225,6 +236,67 @@ def keep(whole: Tensor, target: DTensor) -> None:
         _torch.dtensor.local_of(target).copy_(share_of(whole, target.device_mesh, target.placements))
 
 
+def assign(earlier: Any, target: DTensor, value: Any) -> None:
+    """What ``target.data = value`` does: it takes the memory of a ``DTensor`` that lies alike, as on one process, and
+    else memory of its own, of the same values.
+
+    Raises:
+        ValueError: for a value that is of another kind, and for a tensor that has no memory yet.
+        RankMismatchError: on every rank, where they assign plain tensors that are not the same.
+    """
+    if not (isinstance(value, Tensor) and _can_gather(target)):
+        earlier(target, value)
+        return
+    spec, local = _torch.dtensor.spec_of(target), _torch.dtensor.local_of(target)
+    if (value.shape, value.dtype) != (target.shape, target.dtype):
+        raise ValueError(
+            f".data of a tensor of shape {list(target.shape)} and {target.dtype} on a mesh cannot become a tensor of "
+            f"shape {list(value.shape)} and {value.dtype}\nWhat to change: assign one of the same shape and dtype; "
+            "change the shape or dtype of a parameter in the plain model, then compile it."
+        )
+    if local.is_meta:
+        raise ValueError(
+            ".data of a tensor is assigned that is on the meta device, without memory until the first call is planned\n"
+            "What to change: pass example_inputs to compile(), or call model.prepare(*inputs), and assign then."
+        )
+    if shares_parameter(value, target):
+        raise ValueError(
+            ".data is assigned a tensor that is, or shares the memory of, another parameter, which on a mesh has its "
+            "own\nWhat to change: assign a copy (p.data = q.data.clone()); to tie two weights, do it in the plain "
+            "model (head.weight = embedding.weight), then compile it."
+        )
+    with torch.no_grad():
+        if isinstance(value, DTensor) and _lies_alike(value, target):
+            memory = _torch.dtensor.local_of(value).detach()  # an object of its own: an optimizer sets its gradient
+        else:
+            memory = torch.empty_like(local)
+            _torch.dtensor.wrap_local(memory, spec).copy_(value)
+        note_changes([target])
+        _torch.dtensor.become(target, _torch.dtensor.wrap_local(memory, spec))
+    forget_origin(target)
+    torch.autograd.graph.increment_version(target)
+    _COUNTS["assigned"] += 1
+
+
+_COUNTS: Counter[str] = Counter()
+
+
+def assignments() -> int:
+    """How often ``x.data = value`` has given a tensor other memory, which shows in no object."""
+    return _COUNTS["assigned"]
+
+
+def _lies_alike(value: DTensor, target: DTensor) -> bool:
+    """Whether what a rank has of two tensors can stand for each other."""
+    specs = [_torch.dtensor.spec_of(x) for x in (value, target)]
+    a, b = (_torch.dtensor.local_of(x) for x in (value, target))
+    return (
+        specs[0].mesh == specs[1].mesh
+        and specs[0].placements == specs[1].placements
+        and (type(a), a.shape, a.stride(), a.device) == (type(b), b.shape, b.stride(), b.device)
+    )
+
+
 def _can_gather(target: Tensor) -> bool:
     """Whether a tensor lies on a mesh that models are compiled for."""
     return isinstance(target, DTensor) and agreement_over(target.device_mesh) is not None
@@ -247,6 +319,7 @@ def _is_cut_alike(part: DTensor, source: DTensor) -> bool:
 def watch_writes() -> None:
     """Has views followed, and writes carried out that torch cannot make on parts or summands; and what is read of
     the whole."""
+    _torch.dtensor.handle_assignments(assign)
     _torch.dtensor.handle_operators(_VIEWS, view)
     _torch.dtensor.handle_first(_torch.dtensor.operators_of(_torch.dtensor.names_in_place()), write)
     _torch.dtensor.handle_first((*_SELECTING, *_torch.dtensor.operators_of(_MEASURING)), read_whole)

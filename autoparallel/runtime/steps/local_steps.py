@@ -26,6 +26,7 @@ from autoparallel import _torch
 from autoparallel._torch.optim import FILLER, STEP_HOOKS
 from autoparallel.comm.collectives import settled
 from autoparallel.runtime.parameters.slices import as_parameter, lay_like
+from autoparallel.runtime.ranks.writes import assignments
 
 O = TypeVar("O", bound=type[Optimizer])  # noqa: E741
 Part = Literal["element", "parameter"]
@@ -262,6 +263,7 @@ class LocalStep:
         self._inner: list[Any] = []
         self._keeps_lists = is_torchs and len(sharded) == len(self._locals) and _is_torchs(_torch.optim.filler_of(kind))
         self._options: list[Any] = []
+        self._assignments = assignments()  # when the states were looked at
         self._filled: list[_torch.optim.Filled] = []  # by each group, in the last step, if they hold for the next
         self._filling: list[_torch.optim.Filled] = []
 
@@ -287,8 +289,8 @@ class LocalStep:
             parts = laid
         # Writing to a local tensor does not let it show in the version of its ``DTensor``.
         torch.autograd.graph.increment_version(self._changed)
-        if not _are_same(_objects(optimizer.state), self._outer):
-            same = False
+        if not _are_same(_objects(optimizer.state), self._outer) or self._assignments != assignments():
+            same, self._assignments = False, assignments()
             self._read_groups(optimizer)
         fill(twin, optimizer, self._state, [self._locals[part] for part in self._slices])
         filled, self._filled, self._filling = self._filled, [], []

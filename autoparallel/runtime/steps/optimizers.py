@@ -73,7 +73,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
                 "optimizer.step() inside no_sync(): gradients are not reduced yet. Leave no_sync() for the last "
                 "backward of the window, then step"
             )
-        problem = store.assigned()
+        problem = store.converted()
         if problem is not None:
             raise RuntimeError(problem)
         closure = _closure_of(args, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +88,73 @@ def noise_on_weights_and_gradients(run: Run) -> None:
                 parameter.sub_(drawn)
                 parameter.grad.add_(torch.rand_like(parameter.grad), alpha=0.01)
         finish(run, model, optimizer)
+
+
+@loop(ranks=True)
+def average_swapped_through_data(run: Run) -> None:
+    """Shadows take the place of parameters for an evaluation, and what was there comes back."""
+    model = run.compile(net())
+    optimizer = sgd(model)
+    shadows = {name: p.data.clone() for name, p in model.named_parameters()}
+    for step in range(STEPS):
+        run.step(model, optimizer, step)
+        for name, parameter in model.named_parameters():
+            shadows[name] = 0.9 * shadows[name] + 0.1 * parameter.data
+        kept = {name: p.data for name, p in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            parameter.data = shadows[name]
+        with torch.no_grad():
+            run.note("evaluation", model(*rows(step)))
+        for name, parameter in model.named_parameters():
+            parameter.data = kept[name]
+        run.note_state(model)
+
+
+@loop(ranks=True)
+def sharpness_aware_through_data(run: Run) -> None:
+    """The second gradient is that of moved weights, for which gradients of both are added up; weights come back."""
+    model = run.compile(net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        with getattr(model, "no_sync", contextlib.nullcontext)():
+            run.backward(run.call(model, step))
+        kept = [p.data for p in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data = parameter.data + 0.05 * parameter.data.sign()
+        run.backward(run.call(model, step))
+        for parameter, before in zip(model.parameters(), kept, strict=True):
+            parameter.data = before
+        finish(run, model, optimizer)
+
+
+@loop(ranks=True)
+def gradients_and_states_given_through_data(run: Run) -> None:
+    """Also of gradients that are still summands; the last assignment is followed by no call."""
+    model = run.compile(net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        with getattr(model, "no_sync", contextlib.nullcontext)():
+            run.backward(run.call(model, step))
+            for parameter in model.parameters():
+                parameter.grad.data = parameter.grad.data.clamp(-0.01, 0.01)
+        run.backward(run.call(model, step))
+        for parameter in model.parameters():
+            parameter.grad.data = parameter.grad.data / parameter.grad.data.norm()
+        run.note("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        finish(run, model, optimizer)
+        for parameter in model.parameters():
+            state = optimizer.state[parameter]["momentum_buffer"]
+            state.data = state.data * 0.5
+        nn.utils.vector_to_parameters(0.9 * nn.utils.parameters_to_vector(model.parameters()), model.parameters())
+        run.note_state(model)
+
+
+@loop(line=False, refused="a copy")
+def parameter_given_the_memory_of_another(run: Run) -> None:
+    """A target that would follow its source in every step."""
+    model, target = run.compile(net()), run.compile(net())
+    for parameter, source in zip(target.parameters(), model.parameters(), strict=True):
+        parameter.data = source.data
 
 
 @loop(line=False, refused="inside of the model's forward")

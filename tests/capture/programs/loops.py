@@ -209,7 +209,7 @@ def data_scaled_by_hand(run: Run) -> None:
             parameter.data.mul_(0.9)
 
 
-@loop(line=False, refused=".")
+@loop(ranks=True)
 def data_replaced(run: Run) -> None:
     """``p.data = tensor`` between steps."""
     model = run.compile(net())
