@@ -103,7 +103,7 @@ class Face(nn.Module):
         """What ``to()``, ``float()`` and the like call; the program is made for one dtype and device.
 
         Raises:
-            RuntimeError: when a tensor would change.
+            RuntimeError: when a tensor would change, or be shared with other processes.
         """
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
             probe = torch.empty(0, dtype=tensor.dtype, device=_torch.dtensor.local_of(tensor).device)
@@ -112,6 +112,12 @@ class Face(nn.Module):
                 raise RuntimeError(
                     f"{name} would become {changed.dtype} on {changed.device.type}, for which the program is not made"
                     "\nWhat to change: cast or move the plain model (model.to(...)), then compile it."
+                )
+            if changed.device.type == "cpu" and changed.is_shared():
+                raise RuntimeError(
+                    f"share_memory() would share {name} with processes beside the mesh, where it is a DTensor\n"
+                    "What to change: share plain copies, such as t.clone().share_memory_() for each name, t of "
+                    "model.full_parameters()."
                 )
         return self
 
