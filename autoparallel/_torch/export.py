@@ -19,6 +19,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._export import utils as _export_utils
 from torch._functorch.autograd_function import autograd_function_apply as function_apply
 from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -136,6 +137,14 @@ def guard_bool(self: SymNode, file: str, line: int) -> bool:
         return bool(GUARD_BOOL(self, file, line))
     except GuardOnDataDependentSymNode:
         return bool(self.guard_size_oblivious(file, line))
+
+
+OF_TRACES = (
+    fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException, fake_tensor.UnsupportedOperatorException, GuardOnDataDependentSymNode,
+    NotImplementedError,
+)  # fmt: skip
+"""The errors that operators raise of tensors without values alone."""
 
 
 _ONE_LAYER_LSTM = decompositions.one_layer_lstm

@@ -18,11 +18,25 @@ from autoparallel import _torch
 from autoparallel.graph.caches import HeldCache
 from autoparallel.graph.layers import Run
 from autoparallel.graph.python_state import PythonState
+from autoparallel.operators.current import Current
 from autoparallel.placements import Invariant, Layout
+
+RAISED: Current[list[Exception] | None] = Current(None)
+"""The errors that a model's run has met and the plain model would not; None where it is not looked at."""
+
+
+def note_raised(error: Exception) -> None:
+    """Notes an error that only a trace meets: a model that catches it goes a way of its own from there."""
+    if RAISED.value is not None:
+        RAISED.value.append(error)
 
 
 class CaptureError(RuntimeError):
     """The model cannot be captured as one graph; the message names the line and says what to change."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        note_raised(self)
 
 
 class FailsUntraced(CaptureError):

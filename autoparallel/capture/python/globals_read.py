@@ -28,6 +28,7 @@ import torch
 
 from autoparallel import _torch
 from autoparallel.capture.python.closures import contents_of
+from autoparallel.capture.python.kinds_of_numbers import is_stand_in
 from autoparallel.capture.python.loads import Loads, loads_of
 from autoparallel.capture.python.recorder import StateChangedError
 from autoparallel.capture.python.roots import Cell, Root
@@ -237,7 +238,7 @@ class GlobalsRead:
             chains |= {(name,) for name, value in table.items() if is_plain(value) and not name.startswith("__")}
         for name, *attributes in sorted(chains):
             value = table.get(name, MISSING)
-            if value is MISSING:
+            if value is MISSING or is_stand_in(value):
                 continue
             if isinstance(value, dict | WeakKeyDictionary):
                 ids = {*map(_key_id, value)}

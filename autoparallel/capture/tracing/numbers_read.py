@@ -9,12 +9,19 @@ from torch import Tensor
 
 from autoparallel import _torch
 from autoparallel.capture.tracing.trace import Trace, listening
+from autoparallel.graph.captured import note_raised
 
 
 def _read(trace: Trace, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """What Python is told that reads a tensor's values."""
     answer = trace.read(lambda values: func(values, *args, **kwargs), x)
-    return func(x, *args, **kwargs) if answer is None else answer
+    if answer is not None:
+        return answer
+    try:
+        return func(x, *args, **kwargs)
+    except Exception as error:
+        note_raised(error)
+        raise
 
 
 def _listened_to(tolist: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:

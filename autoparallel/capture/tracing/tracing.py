@@ -32,7 +32,9 @@ from torch.overrides import TorchFunctionMode
 
 from autoparallel import _torch
 from autoparallel.capture.python.globals_read import without_model
+from autoparallel.capture.python.kinds_of_numbers import STAND_INS, modules_of_users
 from autoparallel.capture.refusals.data_access import KERNEL_CURE
+from autoparallel.capture.refusals.refusals import is_raised_by_model
 from autoparallel.capture.tracing.attention_kernels import ATTENTION
 from autoparallel.capture.tracing.backward_hooks import HANDLERS, backward_hook
 from autoparallel.capture.tracing.checks import CHECKED
@@ -48,9 +50,9 @@ from autoparallel.capture.tracing.texts import NAMES as TEXTS
 from autoparallel.capture.tracing.trace import CURRENT, Trace, listening, refuse, refused_function
 from autoparallel.capture.tracing.values_read import NAMES as VALUES_READ
 from autoparallel.capture.tracing.values_read import READING
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.captured import RAISED, CaptureError, note_raised
 from autoparallel.graph.lines import line_of_frame
-from autoparallel.graph.python_state import MISSING, is_library
+from autoparallel.graph.python_state import MISSING, OURS, is_library
 from autoparallel.operators.opaque import opaque_calls
 
 
@@ -60,7 +62,7 @@ def everything_seen(trace: Trace) -> Iterator[None]:
     enabled = torch.is_grad_enabled()
     try:
         with (
-            CURRENT.using(trace), _replaced_names(), opaque_calls(trace.calls), _Listener(trace),
+            _uncaught(), CURRENT.using(trace), _replaced_names(), opaque_calls(trace.calls), _Listener(trace),
             _torch.export.compiled_run_plainly(),
         ):  # fmt: skip
             yield
@@ -72,6 +74,23 @@ def everything_seen(trace: Trace) -> Iterator[None]:
             "the model switches gradients on or off and leaves them so after its call\n"
             "What to change: use torch.set_grad_enabled() as a context (with torch.no_grad(): ...)."
         )
+
+
+@contextmanager
+def _uncaught() -> Iterator[None]:
+    """Inside, what only a trace raises ends it, also where the model catches it: the plain model would not be there."""
+    raised: list[Exception] = []
+    with RAISED.using(raised):
+        try:
+            yield
+        except CaptureError:
+            raise
+        except Exception as error:
+            if raised and error not in raised and is_raised_by_model(error):
+                raise raised[0] from raised[0].__cause__
+            raise
+    if raised:
+        raise raised[0]
 
 
 _OF_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
@@ -88,9 +107,13 @@ class _Listener(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         handler = HANDLERS.get(func) or _FOLLOWED.get(func)
         call = partial(handler or _run, self.trace, func)
-        if self.trace.inputs is None:
-            return call(*args, **(kwargs or {}))
-        return self.trace.inputs.follow(func, call, args, kwargs or {})
+        try:
+            if self.trace.inputs is None:
+                return call(*args, **(kwargs or {}))
+            return self.trace.inputs.follow(func, call, args, kwargs or {})
+        except _torch.export.OF_TRACES as error:
+            note_raised(error)
+            raise
 
 
 def _run(_: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -160,6 +183,21 @@ def _set_replacement(self: _torch.export.ShapeEnv, symbol: Any, size: Any, messa
     return _SET_REPLACEMENT(self, symbol, size, message)
 
 
+def _convert(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for a method that makes a number of a size, or of a value that is read: only a trace cannot."""
+
+    def method(self: _torch.export.SymNode, *place: Any) -> Any:
+        try:
+            return original(self, *place)
+        except _torch.export.OF_TRACES as error:
+            frame = sys._getframe(2)  # what asks is int(n) in between
+            if not frame.f_code.co_filename.startswith((OURS, _torch.export.FOLDER)):
+                note_raised(error)
+            raise
+
+    return method
+
+
 def _guard_bool(self: _torch.export.SymNode, file: str, line: int) -> bool:
     return (_torch.export.GUARD_BOOL if CURRENT.value is None else _torch.export.guard_bool)(self, file, line)
 
@@ -226,7 +264,11 @@ def _validate_device(*tensors: torch.Tensor) -> None:
                 "torch does not see there,",
                 "read its attributes before (window = self.window), and let the function use these",
             )
-        with suppress(Exception), _torch.export.indexing_by_tensors():  # Dynamo's error is the one to be told
+        with (
+            suppress(Exception),
+            RAISED.using(None),
+            _torch.export.indexing_by_tensors(),
+        ):  # Dynamo's error is the one to be told
             function(*arguments)
     return None
 
@@ -292,6 +334,10 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     (_torch.nn.modules, "BackwardHook", backward_hook),
     (_torch.export.decompositions, "one_layer_lstm", _torch.export.one_layer_lstm),
     (_torch.export.SymNode, "guard_bool", _guard_bool),
+    *[
+        (_torch.export.SymNode, name, _convert(getattr(_torch.export.SymNode, name)))
+        for name in ("int_", "guard_float")
+    ],
     (_torch.export.ShapeEnv, "_set_replacement", _set_replacement),
     _torch.export.MODULES_THEMSELVES,
     _torch.export.OPERATORS_LISTED_ONCE,
@@ -337,7 +383,7 @@ _ABSENT = object()
 def _replaced_names() -> Iterator[None]:
     with _REPLACEMENTS.lock:
         if not _REPLACEMENTS.traces:
-            for owner, name, new in (*_NAMES, *_names_of_transformers(), *_names_of_triton()):
+            for owner, name, new in (*_NAMES, *_names_of_transformers(), *_names_of_triton(), *_names_of_users()):
                 before = getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner).get(name, _ABSENT)
                 _REPLACEMENTS.stack.callback(_put_back, owner, name, before)
                 setattr(owner, name, new)
@@ -363,6 +409,11 @@ def _names_of_triton() -> Iterator[tuple[Any, str, Any]]:
     if jit is not None:
         launch = refused_function(jit.JITFunction.run, "the model launches a Triton kernel", KERNEL_CURE)
         yield jit.JITFunction, "run", launch
+
+
+def _names_of_users() -> Iterator[tuple[Any, str, Any]]:
+    for module in modules_of_users():
+        yield from ((module, name, function) for name, function in STAND_INS.items())
 
 
 def _put_back(owner: Any, name: str, before: Any) -> None:

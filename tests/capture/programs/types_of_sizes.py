@@ -1,0 +1,46 @@
+"""Python that asks for the type of a size, or of a number that is passed in, which a trace may leave open."""
+
+from __future__ import annotations
+
+import numbers as kinds
+from typing import Any
+
+from torch import Tensor
+
+from tests.capture.programs.inplace import Two
+from tests.capture.registry import program
+from tests.capture.runner import numbers
+
+
+def lengths(step: int) -> tuple[Any, ...]:
+    """Rows of two lengths, with a whole number and another."""
+    return numbers(4, (3, 5, 6)[step], 8, seed=step), step + 2, 0.5 * step + 0.1
+
+
+def pair(size: Any) -> Any:
+    return (size, size) if isinstance(size, int) else size
+
+
+def scaled(scale: Any) -> Any:
+    return scale if type(scale) in (int, float) else scale[0]
+
+
+@program(batch=lengths, ranks=True)
+class PairsOfSizes(Two):
+    def forward(self, x: Tensor, times: int, scale: float) -> Tensor:
+        rows, columns = pair(x.shape[1]), pair(times)
+        return self.b(self.a(x)) * (rows[0] + columns[1]) * scaled(scale)
+
+
+@program(batch=lengths)
+class AsksForTypes(Two):
+    def forward(self, x: Tensor, times: int, scale: float) -> Tensor:
+        length = x.shape[1]
+        answers = [
+            isinstance(length, int | float), isinstance(length, kinds.Integral), isinstance(length / 2, float),
+            isinstance(length > 2, bool), isinstance(scale, float), isinstance(scale, int), type(times) is int,
+            type(length) in (int, float), issubclass(type(length), int), type(scale) is float, type(Two) is type,
+            isinstance(Two, type), isinstance(length, list | tuple), type(length).__name__ == "int",
+        ]  # fmt: skip
+        weight = sum(2**i for i, answer in enumerate(answers) if answer)
+        return self.b(self.a(x)) * weight / 2 ** len(answers) * scale
