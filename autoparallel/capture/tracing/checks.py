@@ -11,11 +11,9 @@ Any other question with two answers becomes an output of the trace, which is mad
 
 from __future__ import annotations
 
-import ast
 import dis
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from types import CodeType, FrameType
 from typing import Any
 
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor
 
 from autoparallel import _torch
-from autoparallel.capture.tracing.sources import Place, parse, path_to, place_in
+from autoparallel.capture.tracing.errors import is_caught
 from autoparallel.capture.tracing.trace import Trace, listening
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import OURS
@@ -31,13 +29,8 @@ from autoparallel.graph.python_state import OURS
 _LISTENING = f"{OURS}capture/tracing/"
 """Where Python stands between a model's and torch's."""
 
-_OUTERMOST = f"{OURS}capture/training.py"
-"""Where the call of the model begins."""
-
 _MODULES_OF_TORCH = f"{_torch.export.FOLDER}nn/"
 """They leave out what would run on no rows, which then gets no gradient: adaptive softmax, whose ways are too many."""
-
-_CHECKS_OF_TORCH = f"{_torch.export.FOLDER}distributions/"
 
 
 def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +46,7 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if frame is None or getattr(tensor, "constant", None) is not None:
         return func(*args, **kwargs)
     passes = _passing_answer(frame.f_code, frame.f_lasti)
-    if passes is not None and not _is_caught(frame):
+    if passes is not None and not is_caught(frame):
         trace.left_out[line_of_frame(frame)] = None
         return passes
     alone = func is not _SYM_BOOL and len(args) + len(kwargs) == 1
@@ -150,35 +143,3 @@ def _only_raises(instructions: Sequence[dis.Instruction], offset: int) -> bool:
 
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _ALWAYS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
-
-
-def _is_caught(frame: FrameType | None) -> bool:
-    """Whether somebody between a check and the call of the model may catch what it raises."""
-    while frame is not None and (name := frame.f_code.co_filename) != _OUTERMOST:
-        if not name.startswith((OURS, _torch.export.FOLDER)) or name.startswith(_CHECKS_OF_TORCH):
-            place, tree = place_in(frame), parse(name)
-            if place is None or tree is None or frame.f_code.co_name in _ASKED_BY_PYTHON:
-                return True
-            if any(_catches(node, place, frame) for node in path_to(tree, place)):
-                return True
-        frame = frame.f_back
-    return False
-
-
-_ASKED_BY_PYTHON = ("__next__", "__getitem__", "__getattr__")
-"""Methods whose errors tell Python something: that a loop is over, or that there is no such attribute."""
-
-
-def _catches(node: ast.AST, place: Place, frame: FrameType) -> bool:
-    if isinstance(node, ast.With | ast.AsyncWith):
-        return not all(_lets_pass(item.context_expr, frame) for item in node.items)
-    return isinstance(node, ast.Try | ast.TryStar) and bool(node.handlers) and any(map(place.is_in, node.body))
-
-
-def _lets_pass(manager: ast.expr, frame: FrameType) -> bool:
-    """Whether a context manager is known to catch nothing, as those of torch are."""
-    first, *names = ast.unparse(manager.func if isinstance(manager, ast.Call) else manager).split(".")
-    value = {**frame.f_globals, **frame.f_locals}.get(first)
-    for name in names:
-        value = getattr(value, name, None)
-    return value is nullcontext or str(getattr(value, "__module__", "")).partition(".")[0] == "torch"
