@@ -413,7 +413,7 @@ def _names_of_triton() -> Iterator[tuple[Any, str, Any]]:
 
 def _names_of_users() -> Iterator[tuple[Any, str, Any]]:
     for module in modules_of_users():
-        yield from ((module, name, function) for name, function in STAND_INS.items())
+        yield from ((module, name, x) for name, x in STAND_INS.items() if name not in vars(module))
 
 
 def _put_back(owner: Any, name: str, before: Any) -> None:

@@ -204,3 +204,12 @@ class CallsLookingUpByAnotherName(Talker):
             return debug(text, 7.0)
 
         return look_up(f"{n}") + look_up_at_once(f"{n}") + find(f"{n}")
+
+
+type = 3.0  # as a script calls what it is asked for
+
+
+@program()
+class ReadsAGlobalOfThatName(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) * type
