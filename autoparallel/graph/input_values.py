@@ -81,6 +81,29 @@ def sources_in(value: Any) -> list[Source]:
     return sources
 
 
+def written_over(
+    values: Tensor,
+    layout: tuple[tuple[int, ...], tuple[int, ...], int],
+    part: Tensor,
+    part_layout: tuple[tuple[int, ...], tuple[int, ...], int],
+) -> Tensor:
+    """The values of a tensor after a write to another one that lies in the same memory.
+
+    Args:
+        values: before the write.
+        part: the values of what is written to, after it.
+        layout, part_layout: sizes, strides and offset of both.
+    """
+    ends = [
+        offset + sum((n - 1) * stride for n, stride in zip(*lay, strict=True)) for *lay, offset in (layout, part_layout)
+    ]
+    numbers = torch.arange(max(*ends, 0) + 1)
+    places, memory = numbers.as_strided(*layout), values.new_empty(len(numbers))
+    memory[places] = values
+    memory[numbers.as_strided(*part_layout)] = part
+    return memory[places]
+
+
 class Values:
     """Tensors that follow from the inputs of one call, each computed once.
 

@@ -8,7 +8,9 @@ That is the last resort: it fixes the batch and all lengths, and each other valu
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -29,15 +31,28 @@ from autoparallel.graph.input_values import (
     mapped,
     shapes_of,
     sources_in,
+    written_over,
 )
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import freeze
 
 _MADE_OF_NOTHING = frozenset((
-    torch.arange, torch.tensor, torch.as_tensor, torch.zeros, torch.ones, torch.full, torch.eye, torch.linspace,
-    torch.scalar_tensor,
+    torch.arange, torch.tensor, torch.as_tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.eye,
+    torch.linspace, torch.scalar_tensor,
 ))  # fmt: skip
 """The functions whose results follow from numbers."""
+
+_MADE_LIKE = frozenset((
+    torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, Tensor.new_empty, Tensor.new_zeros,
+    Tensor.new_ones, Tensor.new_full,
+))  # fmt: skip
+"""The functions whose results follow from the sizes and the dtype of a tensor, and from numbers."""
+
+_OF_MEMORY = frozenset((
+    torch.as_strided, torch.as_strided_, Tensor.as_strided, Tensor.as_strided_, Tensor.set_, Tensor.resize_,
+    Tensor.resize_as_,
+))  # fmt: skip
+"""The functions whose results are what lies in a memory beside a tensor's values."""
 
 _PLAIN = (
     bool, int, float, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
@@ -59,6 +74,7 @@ class InputsRead:
     def __init__(self, leaves: Sequence[Any]) -> None:
         self._leaves, self._values = leaves, Values(leaves)
         self._sources: dict[int, tuple[Tensor, int, Source]] = {}  # by id: with the version of which it is true
+        self._memories: dict[int, dict[int, Tensor]] = defaultdict(dict)  # by a storage: what lies in it, by id
         self._steps = 0
         self._draws = False
         self._reads: list[ValueRead] = []
@@ -71,6 +87,14 @@ class InputsRead:
 
     def _note(self, tensor: Tensor, source: Source) -> None:
         self._sources[id(tensor)] = tensor, tensor._version, source
+        self._memories[_torch.tensors.storage_mark(tensor)][id(tensor)] = tensor
+
+    def _find_views(self, tensor: Any) -> list[Tensor]:
+        """What lies in the memory of a tensor, itself among it, and follows from inputs."""
+        if not isinstance(tensor, Tensor):
+            return []
+        memory = self._memories.get(_torch.tensors.storage_mark(tensor), {})
+        return [x for x in memory.values() if self._is_of_inputs(x)]
 
     def _source(self, value: Any) -> Any:
         """What stands for one argument of a call in a step."""
@@ -96,28 +120,61 @@ class InputsRead:
         if func in _NONZERO and len(args) == 1 and not kwargs and (positions := self._positions(args[0])) is not None:
             return positions if func is torch.where else self.follow(torch.stack, torch.stack, (positions, 1), {})
         args, kwargs = self._with_numbers(func, args, kwargs)
-        try:
-            sources = mapped((args, kwargs), self._source)
-        except _NotOfInputsError:
-            return call(*args, **kwargs)
-        if not sources_in(sources) and func not in _MADE_OF_NOTHING or "out" in kwargs:
-            return call(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
         tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
-        versions = [x._version for x in tensors]
+        versions, views = [x._version for x in tensors], self._find_views(first)
+        sources = self._sources_of(func, args, kwargs)
         result = call(*args, **kwargs)
         written = [x for x, version in zip(tensors, versions, strict=True) if x._version != version]
         writes = any(x is first for x in written)
-        if written and (not writes or any(_base_of(x) is not _base_of(first) for x in written)):
-            return result  # it writes to others than its first operand
-        step = Step(self._steps, func, sources[0], MappingProxyType(sources[1]), writes)
-        self._steps += 1
+        if sources is None or written and not (writes and all(map(partial(_share, first), written))):
+            for x in written:  # nobody follows it, or it writes to others than its first operand
+                self._forget(x)
+            return result
+        step = self._step(func, *sources, writes=writes)
         for place, tensor in enumerate([first] if writes else pytree.tree_leaves(result)):
             # What a cast of autocast makes of it is not followed.
             cast = isinstance(tensor, Tensor) and tensor.is_floating_point() and _torch.export.autocasts()
             if isinstance(tensor, Tensor) and (writes or tensor is not first) and not cast:
                 self._note(tensor, Result(step, place))
+        if writes:
+            self._write(first, [x for x in views if x is not first])
         return result
+
+    def _sources_of(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """What the arguments of a call follow from, where that is inputs alone."""
+        try:
+            if func in _MADE_LIKE and args and not self._is_of_inputs(args[0]):
+                like = self._step(torch.empty, (self._source(args[0].shape),), {"dtype": args[0].dtype})
+                first, sources = [Result(like, 0)], mapped((args[1:], kwargs), self._source)
+                return (*first, *sources[0]), sources[1]
+            sources = mapped((args, kwargs), self._source)
+        except _NotOfInputsError:
+            return None
+        follows = sources_in(sources) or func in _MADE_OF_NOTHING
+        return sources if follows and func not in _OF_MEMORY and "out" not in kwargs else None
+
+    def _step(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], writes: bool = False) -> Step:
+        self._steps += 1
+        return Step(self._steps, func, args, MappingProxyType(kwargs), writes)
+
+    def _write(self, written: Any, views: list[Tensor]) -> None:
+        """Notes what a write to a tensor makes of those that lie in its memory."""
+        source, part = self._sources.get(id(written), (None, 0, None))[2], _layout(written)
+        for tensor in views:
+            before, layout = self._sources[id(tensor)][2], _layout(tensor)
+            if source is None or part is None or layout is None or tensor.dtype != written.dtype:
+                del self._sources[id(tensor)]
+            else:
+                arguments = before, layout, source, part
+                self._note(tensor, Result(self._step(written_over, arguments, {}), 0))
+
+    def _forget(self, written: Tensor) -> None:
+        """Notes that nobody knows what lies in the memory of a tensor."""
+        for number in self._memories.pop(_torch.tensors.storage_mark(written), ()):
+            self._sources.pop(number, None)
 
     def _positions(self, mask: Tensor) -> tuple[Tensor, ...] | None:
         """Where a mask selects, by as many positions as it selects in this call."""
@@ -192,8 +249,17 @@ class InputsRead:
         return ValuesRead(self._reads, shapes_of(self._leaves))
 
 
-def _base_of(tensor: Any) -> Any:
-    return tensor if tensor._base is None else tensor._base
+def _share(one: Any, other: Any) -> bool:
+    """Whether two tensors lie in one memory."""
+    return _torch.tensors.storage_mark(one) == _torch.tensors.storage_mark(other)
+
+
+def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+    """How a tensor lies in its memory; None where its numbers are not what lies there, or nobody knows its size."""
+    size, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    if tensor.is_complex() or tensor.is_neg() or not all(type(number) is int for number in (*size, *stride, offset)):
+        return None
+    return size, stride, int(offset)
 
 
 def _is_whole(answer: Any) -> bool:

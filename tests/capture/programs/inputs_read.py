@@ -168,6 +168,60 @@ class ReadsTheSumBeforeAWrite(Reader):
         return self.b(h[:, : later.min().item()]) * int(total), torch.tensor([h[0, 0, :1], h[0, 0, 1:2]])
 
 
+@program(batch=padded, ranks=True)
+class WritesThroughViews(Reader):
+    """As SmolVLM marks a first image: what lies in one memory is read by another view of it."""
+
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        rows = lengths.any(1)
+        rows[0] |= ~rows.any()
+        marks = torch.zeros_like(h[..., 0], dtype=torch.long)
+        turned, last = marks.t(), marks[-1]
+        for row, n in zip(marks, lengths.sum(1), strict=True):
+            row[:n] = 1
+        turned[0].add_(2)
+        last.view(2, 3)[1, 1:] += lengths[0, :2]
+        marks[1:].data.clamp_(max=2)
+        sizes = [*turned.sum(0).tolist(), *last.tolist(), int(rows.sum())]
+        marks.fill_(7)
+        spread = last[:1].expand(3)
+        last[0] = 4
+        sizes += [*last.tolist(), *spread.tolist(), turned[1, 1].item()]
+        return self.b(h * sum(size * 0.9**place for place, size in enumerate(sizes)))
+
+
+@program(batch=padded)
+class WritesOneOfTwoParts(Reader):
+    """Views of one memory of which nobody holds the whole; a part that is written leaves the other alone."""
+
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        first, second = torch.unravel_index(lengths.sum(1), (3, 4))
+        first.mul_(2)
+        second[1:] = first[1:]
+        places = [*first.tolist(), *second.tolist()]
+        return self.b(h * sum(size * 0.9**place for place, size in enumerate(places)))
+
+
+@program(batch=ragged, refused="keep it a tensor")
+class ReadsAnotherPlaceOfAMemory(Reader):
+    """What lies beside a view is not of its values."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        last = (lengths + 1)[1:]
+        first = last.add_(1).as_strided((1,), (1,), 0)
+        return self.b(self.a(x)[:, : first.item()])  # refused
+
+
+@program(batch=ragged, refused="keep it a tensor")
+class WritesWhatItComputesThroughAView(Reader):
+    """Nobody knows the values of a memory to which what follows from parameters was written, by another name of it."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        later = lengths + 1
+        later.data[0] = self.a(x).argmax()
+        return self.b(self.a(x)[:, : later[0].item()])  # refused
+
+
 @program(batch=ragged)
 class ReadsAListThatIsWritten(Reader):
     """What nobody follows is a size that values tell."""
