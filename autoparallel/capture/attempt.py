@@ -11,7 +11,7 @@ machine is the same on another; ``passes.set_device`` says where a program runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from autoparallel._torch.nn import parametrizations_made_anew, without_trackers
 from autoparallel.capture.copies import Copies
 from autoparallel.capture.describe import describe
 from autoparallel.capture.fake_inputs import FakeInputs, scale_of
+from autoparallel.capture.first_calls import read_of_next, state_of_next
 from autoparallel.capture.functional.devices import forget_devices
 from autoparallel.capture.functional.functional import make_functional
 from autoparallel.capture.functional.layers import NotAlike, Stack, find_stacks, leave_out
@@ -39,7 +40,7 @@ from autoparallel.capture.python.globals_read import (
     read_of_loss,
     without_model,
 )
-from autoparallel.capture.python.recorder import StateChangedError
+from autoparallel.capture.python.recorder import StateChangedError, Written
 from autoparallel.capture.refusals.refusals import (
     INSTEAD_OF_WAYS,
     explain_failure,
@@ -59,6 +60,7 @@ from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, I
 from autoparallel.graph.hooks import HookTemplate, require_full_hooks
 from autoparallel.graph.layers import find_runs, is_checkpointed, layer_of
 from autoparallel.graph.lines import first_line, line_of
+from autoparallel.graph.python_state import PythonState
 from autoparallel.operators.control_flow import goes_by_values, is_selection
 from autoparallel.operators.opaque import OpaqueCall
 from autoparallel.passes.recompute_layers import checkpointed_layers
@@ -151,6 +153,7 @@ class Attempt:
         self.rehearsals: list[Trace] = []
         self.asked_at: str | None = None
         self.reads_values = False
+        self._of_next: PythonState | None = None
         self.scale = scale_of(self.least_batch, self.batch)
         open_batch = self.symbolic and self.scale * self.batch > 1
         with self.mode:
@@ -162,10 +165,14 @@ class Attempt:
     def _make_reads(self) -> GlobalsRead:
         return GlobalsRead(owners_of(self.loss_fn), packages_of(self.model, self.loss_fn), self.model)
 
-    def run(self, wrapper: Training, answer: bool = True) -> Any:
-        """Runs a copy without a trace, with one answer for all that Python asks of tensors' values."""
+    def run(self, wrapper: Training, answer: bool = True, **tables: Any) -> Any:
+        """Runs a copy without a trace, with one answer for all that Python asks of tensors' values.
+
+        Args:
+            tables: what several runs share of what stands behind names (see ``tracing.trace``).
+        """
         answers = Answers(rest=answer, most=_MOST_REHEARSED)
-        self.rehearsals.append(self._trace_of(wrapper, [], answers=answers))
+        self.rehearsals.append(self._trace_of(wrapper, [], answers=answers, **tables))
         with everything_seen(self.rehearsals[-1]):
             results = wrapper(*self.inputs.arguments)
         require_dropped(self.rehearsals[-1].drawn)
@@ -197,6 +204,7 @@ class Attempt:
                 raise error from error.__cause__  # another attempt may leave less open
             reason = str(error).partition("\nWhat to change")[0].splitlines()[-1]
             LOGGER.warning(AS_COMPILED, self.asked_at, reason)
+            self._of_next = None  # that is of what it does where it is not compiled
             return captured
         program, findings, recorder = way.program, way.findings, way.recorder
         captured = describe(
@@ -305,6 +313,17 @@ class Attempt:
         inside = tuple(f"{stack.path}." for stack in stacks)
         return ([] if any(f"model.{name}".startswith(inside) for name in whole.findings.attributes) else stacks), None
 
+    def _read_of_next(self, written: Mapping[str, Written]) -> PythonState | None:
+        """What the next call reads, which finds filled what this one has found empty (see ``first_calls``)."""
+        tables: dict[str, Any] = {"calls": {}, "hooks": {}}
+        try:
+            with self._reads:
+                return read_of_next(
+                    written, self.copies.make, lambda wrapper: (self.run(wrapper, **tables), self.rehearsals[-1])
+                )
+        except Exception:  # noqa: BLE001 - then it is left to the next call
+            return None
+
     def _capture(self) -> Captured:
         reads = self._reads
         with self.mode:
@@ -313,6 +332,9 @@ class Attempt:
                 stacks, failed = self._rehearse(whole)
             except StateChangedError as error:
                 raise _with_line(error, self.copies.make(), self._make_reads(), self.run) from None
+            written = whole.recorder.written
+            if any(value.fills for value in written.values()) and not failed and not self.may_read:
+                self._of_next = self._read_of_next(written)
         drawn, asks = self.rehearsals[0].drawn, bool(self.rehearsals[0].questions)
         if failed and drawn:  # perhaps because of what was drawn
             raise refused_draw("Python's random", drawn[0][0]) from None
@@ -335,6 +357,8 @@ class Attempt:
         states = whole.recorder.state(), reads.state(), self.copies.closures.state(), self._attributes.state()
         for state in (*states, read_of_loss(self.loss_fn)):
             captured.state.merge(state)
+        if self._of_next is not None:
+            captured.next_state = state_of_next(captured.state, self._of_next, written)
         if failed is None:  # else all of the model was traced
             captured.python_draws = len(drawn)
         if stacks and (inputs := self.rehearsals[0].inputs) is not None:  # of layers that are not traced, too

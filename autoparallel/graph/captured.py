@@ -125,6 +125,7 @@ class Captured:
         rebound: of the mutated buffers those that a call binds to a new tensor, instead of changing theirs in place.
         attributes: for each attribute of the model that a call sets, by its path: how its value nests, and its leaves.
         state: the values of Python's that the trace has read.
+        next_state: those that the next call reads, where this one fills what is empty and the graph is that of both.
         draws: how many times a call draws random numbers.
         python_draws: how many times it draws from Python's ``random`` what decides nothing.
         runs: the layers that are alike; passes that rewrite the graph before it is planned leave their nodes' names.
@@ -153,6 +154,7 @@ class Captured:
     rebound: frozenset[str] = frozenset()
     attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = field(default_factory=dict)
     state: PythonState = field(default_factory=PythonState)
+    next_state: PythonState | None = None
     draws: int = 0
     python_draws: int = 0
     runs: tuple[Run, ...] = ()

@@ -77,14 +77,14 @@ def find_stacks(
         with watch:
             run(model)
         return []
-    whole = _Record(model, run, watch)
+    whole = Record(model, run, watch)
     stacks = whole.alike()
     if not stacks:
         return []
     part = make()
     leave_out(part, stacks)
     try:
-        short = _Record(part, run)
+        short = Record(part, run)
     except Exception:  # noqa: BLE001 - a model that needs all its layers is traced with all of them
         return []
     return stacks if whole.equals_without(stacks, short) else []
@@ -174,7 +174,7 @@ def _kind(value: Any) -> str:
     return str((tuple(value.shape), value.dtype, value.requires_grad, isinstance(value, nn.Parameter)))
 
 
-class _Record:
+class Record:
     """What one call of a model did.
 
     Attributes:
@@ -246,7 +246,11 @@ class _Record:
             and all(x.target == old + str(y.target).removeprefix(new) for y, x in alike.placeholders.items())
         )
 
-    def equals_without(self, stacks: Sequence[Stack], short: _Record) -> bool:
+    def equals(self, other: Record) -> bool:
+        """Whether another record, of another copy of the model, says the same."""
+        return self.equals_without((), other)
+
+    def equals_without(self, stacks: Sequence[Stack], short: Record) -> bool:
         """Whether another record is this one without layers that are left out; what comes after them reads the last one
         that is left."""
         instead: dict[fx.Node, fx.Node | None] = {}

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,22 @@ IN_THE_MODEL = "keep what changes in the model, as a registered buffer"
 """What to change in a loss function."""
 
 
+@dataclass(frozen=True)
+class Written:
+    """What a call has set.
+
+    Attributes:
+        table, name: where it stands in the user's object.
+        value: what was set.
+        fills: whether the call had read that nothing was there.
+    """
+
+    table: Mapping[str, Any]
+    name: str
+    value: Any
+    fills: bool
+
+
 class StateChangedError(CaptureError):
     """Something outside of the graph that a run has changed, on a line that is not known yet.
 
@@ -81,6 +98,7 @@ class Recorder:
 
     Attributes:
         held: the lists, dicts, sets and others that the copy holds.
+        written: the attributes that the last run has set, by label.
     """
 
     def __init__(
@@ -97,6 +115,7 @@ class Recorder:
         self._refusal: CaptureError | None = None
         self._constants, self._versions = constants, dict[str, int]()
         self.rebound: set[str] = set()
+        self.written: dict[str, Written] = {}
         self._class_reads: set[tuple[type, str]] = set()
         originals: list[Any] = memo.get(id(memo), [])
         self._watched: dict[int, Watched] = {}
@@ -148,6 +167,13 @@ class Recorder:
         for container, entries in self._shared.values():  # they are the user's own
             if not holds_the_same(container, entries):
                 refill(container, entries)
+
+    def fill(self, values: Iterable[Written]) -> None:
+        """Sets in the copy what a call has set."""
+        places = {(id(value.table), value.name): value.value for value in values}
+        for watched in self._watched.values():
+            table = id(vars(watched.original))
+            vars(watched.copy).update({name: value for (place, name), value in places.items() if place == table})
 
     def close(self) -> None:
         """Forgets the copy."""
@@ -320,6 +346,7 @@ class Recorder:
             )
         _require_carried(now, label, line)
         written[label] = now
+        self.written[label] = Written(vars(watched.original), name, now, name in watched.reads)
         if name in vars(watched.original):
             table[name] = self._twin(before)
         else:

@@ -131,16 +131,17 @@ class Kinds:
         self._ready: dict[object, Kind] = {}  # by kind and shapes: calls whose sizes are known to fit
         self._structures: dict[object, int] = {}
         self._states: dict[object, list[PythonState]] = {}  # by call: what Python was when each of its traces was made
+        self._next: dict[Key, int] = {}  # of a kind: in which of these the call after its first one finds Python
         self._forms: dict[object, list[tuple[int | float, ...]]] = {}  # by form: sizes and numbers of such calls
         self._fixing: set[object] = set()  # forms of calls whose numbers the model fixes
         self._noted: set[str] = set()  # why sizes have kinds of their own, as far as it has been said
         self.store.before_backward = self._agree_on_backward
 
     def __iter__(self) -> Iterator[Kind]:
-        return iter(self._kinds.values())
+        return iter({id(kind): kind for kind in self._kinds.values()}.values())
 
     def __len__(self) -> int:
-        return len(self._kinds)
+        return len({id(kind) for kind in self._kinds.values()})
 
     def structure_of(self, modules: tuple[nn.Module, ...]) -> int:
         """The number of a set of submodules of their classes, and of which buffers of theirs are one, among those that
@@ -312,6 +313,11 @@ class Kinds:
                 list(call.shapes), what, seconds, why,
             )  # fmt: skip
         self._kinds[key] = kind
+        if (of_next := kind.runner.captured.next_state) is not None:
+            number = self._next.setdefault(replace(key, sizes=None), len(states))
+            states[number:] = states[number:] or [PythonState()]
+            states[number].merge(of_next)
+            self._kinds[replace(key, state=number)] = kind
 
 
 def _log_change(changes: Sequence[tuple[str, PythonState]], seconds: float) -> None:
