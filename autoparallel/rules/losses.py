@@ -43,6 +43,13 @@ def class_loss(node: fx.Node) -> Rule | None:
     )
 
 
+def ctc_losses(node: fx.Node) -> Rule | None:
+    """The rule of what sequences lose, each by itself; targets that stand one after the other belong to all."""
+    if len(operand_shapes(node)[1]) == 1:
+        return None
+    return dimwise(node, [["xt", "n", "xc"], ["n", "xs"], ["n"], ["n"]], ["n"])
+
+
 def _localize_cross_entropy(call: LocalCall) -> None:
     group = call.joint_group("c")
     if group:

@@ -14,6 +14,7 @@ import torch
 
 from autoparallel import operators
 from autoparallel.operators import draws
+from autoparallel.operators.ctc import ctc_losses
 from autoparallel.operators.experts import grouped_linear
 from autoparallel.operators.flex import flex_operator
 from autoparallel.operators.recurrent import recurrent
@@ -173,6 +174,7 @@ BY_ARGUMENTS: dict[Any, RuleMaker] = {
     flex_operator: matmul.flex_attention,
     grouped_linear: matmul.grouped,
     recurrent: layers.recurrent,
+    ctc_losses: losses.ctc_losses,
     aten.grid_sampler.default: layers.grid_sample,
     aten.grid_sampler_2d.default: layers.grid_sample,
     aten.grid_sampler_3d.default: layers.grid_sample,

@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoparallel import operators
 from autoparallel.operators import draws
+from autoparallel.operators.ctc import ctc_losses
 from autoparallel.operators.experts import grouped_linear
 from autoparallel.operators.flex import flex_operator
 from autoparallel.operators.recurrent import recurrent
@@ -422,6 +423,17 @@ def _masked_logits() -> Tensor:
 def _indexing() -> list[Example]:
     e = Example
     return [
+        e(
+            ctc_losses,
+            (
+                real(4, 6, 3).log_softmax(-1),
+                whole(6, 2, high=2) + 1,
+                torch.full((6,), 4),
+                whole(6, high=2) + 1,
+                0,
+                False,
+            ),
+        ),
         e(aten.embedding.default, (real(12, 6), whole(6, 6, high=12))),
         e(aten.embedding.default, (real(12, 6), whole(6, 6, high=12), 3), label="padding"),
         e(aten.embedding.default, (real(12, 6), whole(6, 6, high=3), -1, True), label="scaled"),

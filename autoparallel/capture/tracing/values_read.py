@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.capture.tracing.trace import Trace, listening, refuse
+from autoparallel.operators.ctc import ctc_losses
 
 
 def _cov(
@@ -94,11 +95,33 @@ def _pack(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def _ctc_loss(*_: Any, **__: Any) -> NoReturn:
-    raise refuse(
-        "ctc_loss reads the lengths of sequences",
-        "return the log-probabilities and compute it of them in the loop: outputs of model(x) are differentiated",
+def _ctc_loss(
+    _: Trace,
+    func: Any,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str | int = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """The losses of the sequences, reduced."""
+    one = log_probs.ndim == 2
+    odds = log_probs.unsqueeze(1) if one else log_probs
+    inputs, lengths = (
+        x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64, device=odds.device)
+        for x in (input_lengths, target_lengths)
     )
+    rows = targets.unsqueeze(0) if one and targets.ndim == 1 else targets
+    losses = ctc_losses(odds, rows, inputs.reshape(-1).long(), lengths.reshape(-1).long(), blank, zero_infinity)
+    if zero_infinity:
+        losses = torch.where(losses == torch.inf, 0, losses)
+    if reduction in ("mean", 1):
+        return (losses / lengths.reshape(-1).clamp(min=1)).mean()
+    if reduction in ("sum", 2):
+        return losses.sum()
+    return losses.squeeze(0) if one else losses
 
 
 READING: dict[Any, Callable[..., Any]] = {

@@ -214,9 +214,26 @@ class Combinations(Two):
         return self.a(x) + pairs.prod(1).sum() + triples.prod(1).sum() + none.sum()
 
 
-@program(refused="return the log-probabilities")
+@program(ranks=True)
 class ConnectionistTemporalClassification(Two):
+    """Of lengths that are tensors, numbers, and those of one sequence."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        odds = torch.stack([self.a(x), self.b(x), self.a(x.tanh())]).log_softmax(-1)
+        lengths = (x[:, 0] > 0).long() + 1
+        targets = x[:, :3].argsort(-1)[:, :2] + 1
+        losses = F.ctc_loss(odds, targets, torch.full_like(lengths, 3), lengths, reduction="none")
+        total = F.ctc_loss(odds, targets.flatten(), (3, 3, 3, 2), (2, 2, 2, 2), blank=7, reduction="sum")
+        none = F.ctc_loss(odds[:1], targets, lengths.clamp(max=1), lengths, zero_infinity=True)
+        return losses, total, none, F.ctc_loss(odds[:, 0], targets[0], lengths.new_tensor(3), lengths.new_tensor(2))
+
+
+@program(ranks=True)
+class ClassificationOfSelectedTargets(Two):
+    """As transformers gives the targets: one after the other, without what is padded."""
+
     def forward(self, x: Tensor) -> Tensor:
-        odds = torch.stack([self.a(x), self.b(x)]).log_softmax(-1)
-        lengths = torch.ones(x.shape[0], dtype=torch.long)
-        return F.ctc_loss(odds, lengths[:, None], 2 * lengths, lengths)  # refused
+        odds = torch.stack([self.a(x), self.b(x), self.a(x.tanh())]).log_softmax(-1)
+        targets, mask = x[:, :2].argsort(-1) + 1, x[:, :2] > -0.5
+        lengths = torch.full((len(x),), 3)
+        return nn.CTCLoss(zero_infinity=True)(odds, targets.masked_select(mask), lengths, mask.sum(-1))
