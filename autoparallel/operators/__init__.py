@@ -17,6 +17,7 @@ when the operator runs, so that the program is the same text on every rank.  May
 - ``tables``: sharded, padded and interleaved tables, and look-ups in them.
 - ``losses``: cross-entropy as a sum and a weight, also of sharded classes.
 - ``ctc``: losses of sequences whose places in time nobody knows.
+- ``spans``: what speech models mask at random.
 - ``recurrent``: recurrent layers, whose results are one tensor.
 - ``complexes``: complex numbers of pairs with any strides.
 - ``experts``: linear layers of which every row picks its own.

@@ -170,6 +170,64 @@ def test_a_cache_in_a_users_model_and_one_that_is_asked_for() -> None:
     assert results["asked"] and results["unasked"]
 
 
+# -------------------------------------------------------------------------------------------------------------- speech
+
+
+def _speech(targets: Tensor) -> dict[str, Any]:
+    import transformers
+    from transformers.models.wav2vec2 import modeling_wav2vec2 as module
+
+    config = transformers.Wav2Vec2Config(
+        vocab_size=20, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        conv_dim=(8, 8), conv_stride=(4, 2), conv_kernel=(8, 4), num_feat_extract_layers=2, num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, mask_time_prob=0.3, mask_time_length=2, mask_feature_prob=0.2,
+        mask_feature_length=4, hidden_dropout=0.0, activation_dropout=0.0, attention_dropout=0.0,
+        feat_proj_dropout=0.0, final_dropout=0.0, layerdrop=0.0, ctc_zero_infinity=True, ctc_loss_reduction="mean",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = transformers.Wav2Vec2ForCTC(config).double().train()
+    model = transformers.Wav2Vec2ForCTC(config).double().train()
+    model.load_state_dict(plain.state_dict())
+    draw, drawn = module._compute_mask_indices, list[Any]()
+
+    def note(*args: Any) -> Any:
+        drawn.append(draw(*args))
+        return drawn[-1]
+
+    waves = torch.randn(ROWS, 160, dtype=torch.float64)
+    mask = torch.arange(160) < torch.tensor([[160], [120], [160], [90]])
+    inputs = {"input_values": waves, "attention_mask": mask.long(), "labels": targets}
+    compiled: Any = autoparallel.compile(model, mesh_of(2), plan="fsdp")
+    apart, masks = [], []
+    try:
+        for _ in range(2):
+            drawn.clear()
+            module._compute_mask_indices = note
+            ours = compiled(**inputs).loss
+            ours.backward()
+            masks.append([mask.tolist() for mask in drawn])
+            taken = iter(drawn)
+            module._compute_mask_indices = lambda *_, taken=taken, **__: next(taken)
+            theirs = plain(**inputs).loss
+            theirs.backward()
+            apart.append((ours - theirs).abs().item())
+    finally:
+        module._compute_mask_indices = draw
+    pairs = zip(compiled.parameters(), plain.parameters(), strict=True)
+    apart += [(p.grad.full_tensor() - q.grad).abs().max().item() for p, q in pairs if q.grad is not None]
+    return {"apart": max(apart), "masks": masks, "kinds": len(compiled._kinds)}
+
+
+def test_speech_is_aligned_to_labels_and_masked_at_random() -> None:
+    """What is masked is drawn anew at every call, the same on all ranks."""
+    targets = torch.randint(1, 20, (ROWS, 4), generator=torch.Generator().manual_seed(1))
+    targets[1, 3] = -100
+    one, other = run_distributed(_speech, targets, world_size=2)
+    assert max(one["apart"], other["apart"]) < 1e-5  # the losses are made in float32
+    assert one["masks"] == other["masks"] and one["masks"][0] != one["masks"][1]
+    assert one["kinds"] == 1 and list(map(len, one["masks"])) == [2, 2]
+
+
 # ---------------------------------------------------------------------------------------------------------------- meta
 
 

@@ -3,7 +3,7 @@
 - ``trace``: what one trace notes; ``tracing`` has torch's functions note it.
 - ``functions``: ``autograd.Function``; ``backward_hooks``: those of tensors and modules.
 - ``attention_kernels``: those that a model lets attention run on.
-- ``positions``: those that count up, of which transformers asks the values.
+- ``positions``: those that count up, of which transformers asks the values; ``spans``: what it masks at random.
 - ``checks``: those of values that only raise, left out; ``texts``: those of values, which are read or ``messages``;
   ``errors``: who catches what is
   raised; ``sources``: what stands in the source around an instruction; ``collectives``: what a model sends itself;

@@ -46,6 +46,7 @@ from autoparallel.capture.tracing.numbers_read import NAMES as NUMBERS_READ
 from autoparallel.capture.tracing.numbers_read import READS
 from autoparallel.capture.tracing.positions import FOLLOWED, PACKED, masks_of_transformers, unless_counting
 from autoparallel.capture.tracing.seeding import NAMES as SEEDS
+from autoparallel.capture.tracing.spans import spans_of_transformers
 from autoparallel.capture.tracing.texts import NAMES as TEXTS
 from autoparallel.capture.tracing.trace import CURRENT, Trace, listening, refuse, refused_function
 from autoparallel.capture.tracing.values_read import NAMES as VALUES_READ
@@ -401,6 +402,7 @@ def _names_of_transformers() -> Iterator[tuple[Any, str, Any]]:
     masks = masks_of_transformers()
     if masks is not None:
         yield masks, PACKED, unless_counting(vars(masks)[PACKED])
+    yield from spans_of_transformers()
 
 
 def _names_of_triton() -> Iterator[tuple[Any, str, Any]]:

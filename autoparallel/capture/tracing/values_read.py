@@ -64,6 +64,8 @@ def _combinations(_: Trace, func: Any, input: Tensor, r: int = 2, with_replaceme
 
 def _tensor(_: Trace, func: Any, data: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
     """A tensor of lists in which there are tensors, which torch would read number by number."""
+    if isinstance(data, Tensor) and not options:
+        return data.detach().to(dtype=dtype or data.dtype, device=device or data.device, copy=True)
     parts = pytree.tree_leaves(data)
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if not isinstance(data, list | tuple) or not tensors or any(x.numel() != 1 for x in tensors):
