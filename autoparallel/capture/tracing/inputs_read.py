@@ -193,8 +193,10 @@ class InputsRead:
             if isinstance(repeats, Tensor) and repeats.numel() > 1:
                 total = self.read(_sum, repeats)
                 return args, kwargs if total is None else {**kwargs, "output_size": total}
-        if func is torch.arange:
+        if func in _MADE_OF_SIZES:
             return mapped((args, kwargs), self._number)
+        if func in _SIZED:
+            return (args[0], *mapped(args[1:], self._number)), mapped(kwargs, self._number)
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             keys = args[1] if isinstance(args[1], tuple) else (args[1],)
             return (args[0], tuple(self._keys(keys)), *args[2:]), kwargs
@@ -278,5 +280,12 @@ def _sum(repeats: Tensor) -> int:
     return int(repeats.sum())
 
 
+_MADE_OF_SIZES = frozenset((torch.arange, torch.empty, torch.zeros, torch.ones, torch.full))
+_SIZED = frozenset((
+    Tensor.view, Tensor.reshape, torch.reshape, Tensor.expand, Tensor.repeat, Tensor.split, torch.split,
+    Tensor.unflatten, torch.unflatten, Tensor.narrow, torch.narrow, Tensor.new_empty, Tensor.new_zeros,
+    Tensor.new_ones, Tensor.new_full,
+))  # fmt: skip
+"""Functions behind whose first argument sizes stand, which may be tensors."""
 _NONZERO = frozenset((torch.where, torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere))
 _SIZED_BY_REPEATS = frozenset((torch.repeat_interleave, Tensor.repeat_interleave))

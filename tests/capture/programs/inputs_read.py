@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.capture.registry import program
@@ -81,6 +82,17 @@ class BoundsOfParts(Reader):
         bounds[1:] = lengths.cumsum(0)
         bounds.clamp_(max=h.shape[1])
         return [self.b(h[:, i:j]).mean(1) for i, j in itertools.pairwise(np.asarray(bounds))]
+
+
+@program(batch=ragged)
+class TensorsAsSizes(Reader):
+    """As Mistral 3 cuts images: sizes are tensors of no dims."""
+
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        first, second = h.split([*lengths], dim=1)
+        ones = torch.ones(lengths[0], 2).sum() + h.new_zeros((lengths[1],)).numel()
+        tiles = self.b(second).view(len(h), lengths[1], 2, -1).narrow(1, 0, lengths.min()).sum(1)
+        return self.b(first).mean(1) * ones, F.unfold(first.reshape(-1, 1, lengths[0], 8), 1).sum(-1), tiles
 
 
 @program(batch=ragged)
