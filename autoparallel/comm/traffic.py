@@ -231,14 +231,14 @@ class CountingMode(TorchDispatchMode):
             self._add_own("all_reduce", _torch.tensors.bytes_in(arguments["x"]), False, arguments["group"])
             return
         if name in ("transfer", "start_transfer"):
-            sent = [_torch.tensors.bytes_in(arguments["x"])]
+            sizes = [_torch.tensors.bytes_in(arguments["x"])]
         elif name in _CHUNKED:
-            sent = _bytes_of_chunks(name, arguments)
+            sizes = _bytes_of_chunks(name, arguments)
         else:
             return
         src, dst = parse_placement(arguments["src"]), parse_placement(arguments["dst"])
         kind = action(src, dst)
-        for size in sent if kind in COLLECTIVES else ():
+        for size in sizes if kind in COLLECTIVES else ():
             self._add_own(kind, size, src.kind == "S", arguments["group"])
 
     def _add_own(self, kind: str, size: int, part: bool, group: str) -> None:
