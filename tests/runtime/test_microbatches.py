@@ -39,7 +39,7 @@ def _train() -> tuple[list[str], list[torch.Tensor], float]:
         model(*batch).backward()
     assert not seen
     happened: list[str] = []
-    start, add = StageGradients._reduce, StageGradients._add_up
+    start, add = StageGradients.reduce, StageGradients._add_up
 
     def starts(*args: object) -> object:
         happened.append("starts")
@@ -49,7 +49,7 @@ def _train() -> tuple[list[str], list[torch.Tensor], float]:
         happened.append("is added")
         add(*args)  # type: ignore[arg-type]
 
-    with mock.patch.object(StageGradients, "_reduce", starts), mock.patch.object(StageGradients, "_add_up", adds):
+    with mock.patch.object(StageGradients, "reduce", starts), mock.patch.object(StageGradients, "_add_up", adds):
         loss = model(*batch)
     loss.backward()
     for _ in range(2):
