@@ -13,7 +13,7 @@ NAMES = ("dp", "tp", "ep")
 
 def _offered(shape: tuple[int, ...], mesh: tuple[int, ...], preset: str = "auto") -> list[str]:
     constraints = constraints_for(preset, NAMES[: len(mesh)])
-    worthwhile = without_needless_padding(shape, every_layout(shape, mesh), mesh)
+    worthwhile = without_needless_padding(shape, every_layout(shape, mesh), mesh, constraints.tensor)
     return [format_layout(x) for x in permitted(worthwhile, constraints)]
 
 
@@ -59,3 +59,9 @@ def test_an_uneven_layout_is_the_smallest_over_its_axes(mesh: tuple[int, ...]) -
             same = [x for x in offered if tuple(part == "I" for part in x.split(",")) == over]
             assert same == [text], "no even one beside it"
             assert all(n > 0 for n in largest_piece(shape, parse_layout(text), mesh))
+
+
+@pytest.mark.parametrize("shape", [(7, 6), (11, 6), (15, 10)], ids=str)
+def test_an_axis_of_tensor_parallelism_cuts_evenly_where_as_much_is_kept_so(shape: tuple[int, ...]) -> None:
+    assert "S0,S0" in _offered(shape, (2, 2))
+    assert "S0,S1" in _offered(shape, (2, 2), "fsdp_tensor_parallel")

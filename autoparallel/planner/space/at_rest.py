@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from autoparallel.placements import Invariant, Layout, Shard, divides, reaches_all
 from autoparallel.placements.redistribution import local_numel
@@ -18,14 +18,24 @@ def every_layout(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> list[Layo
 
 
 def without_needless_padding(
-    shape: tuple[int, ...], layouts: Sequence[Layout], axis_sizes: Sequence[int]
+    shape: tuple[int, ...], layouts: Sequence[Layout], axis_sizes: Sequence[int], tensor: Collection[int] = ()
 ) -> list[Layout]:
     """The even layouts; and of the uneven ones over the same axes the smallest, where no even one is over these axes.
 
     Only ``pad_rows`` reads an uneven layout; else all that one is good for is what it does not keep.
+
+    Args:
+        tensor: the axes along which a shard at rest is to be one in use, and so even: of layouts that keep as much, one
+            that is.
     """
+
+    def order(layout: Layout) -> tuple[int, int]:
+        cut = [(layout[axis], axis_sizes[axis]) for axis in tensor]
+        uneven = sum(p.kind == "S" and shape[p.dim] % size != 0 for p, size in cut)
+        return local_numel(shape, layout, axis_sizes), uneven
+
     best: dict[tuple[bool, ...], Layout] = {}
-    for layout in sorted(layouts, key=lambda x: local_numel(shape, x, axis_sizes)):
+    for layout in sorted(layouts, key=order):
         best.setdefault(tuple(p.kind == "S" for p in layout), layout)
     return [layout for layout in layouts if divides(shape, layout, axis_sizes) or layout in best.values()]
 

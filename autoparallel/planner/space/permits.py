@@ -91,7 +91,7 @@ class Permits:
             layouts = permitted(pinned, constraints, experts) or pinned
         else:
             fills = [user for user in node.users if user.target is operators.pad_rows]  # which read uneven shards
-            even = without_needless_padding(shape, every, self.axis_sizes)
+            even = without_needless_padding(shape, every, self.axis_sizes, constraints.tensor)
             worthwhile = [x for x in every if x in even or any(self.can_read(fill, shape, x) for fill in fills)]
             layouts = permitted(worthwhile, constraints, experts)
         return layouts, ["per_use"] if constraints.sharded_at_rest else ["per_step", "per_use"]
