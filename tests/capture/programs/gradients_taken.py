@@ -245,3 +245,26 @@ def graph_through_a_hook(run: Run) -> None:
     (grad,) = torch.autograd.grad(run.call(model, 0).square().mean(), model[0].weight, create_graph=True)
     grad.sum().backward()
     run.note_gradients(model)
+
+
+@loop(ranks=True)
+def scaled_gradients_are_penalised(run: Run) -> None:
+    """The gradient penalty of torch's notes on automatic mixed precision."""
+    model = run.compile(net())
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = run.call(model, step).square().mean()
+        scaled = torch.autograd.grad(outputs=scaler.scale(loss), inputs=list(model.parameters()), create_graph=True)
+        grads = [grad * (1.0 / scaler.get_scale()) for grad in scaled]
+        norm: Any = 0
+        for grad in grads:
+            norm += grad.pow(2).sum()
+        loss = loss + norm.sqrt()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        run.note("norm", nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1))
+        scaler.step(optimizer)
+        scaler.update()
+        run.note_state(model)
