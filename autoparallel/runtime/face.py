@@ -151,6 +151,13 @@ class Face(nn.Module):
             "it is, and prepare only the data loader; give torch.jit the plain model"
         )
 
+    def __copy__(self) -> Any:
+        """Refuses ``copy.copy``, whose copy would have the same parameters, and plans and counts of its own."""
+        raise TypeError(
+            "copy.copy() of a model compiled by autoparallel would be a second one of the same parameters. What to "
+            "change: copy.deepcopy(model), or the model itself under another name."
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses pickle, and with it ``torch.save`` of the whole model."""
         raise TypeError(

@@ -197,6 +197,7 @@ def _copies(mesh: str) -> dict[str, Any]:
     gc.collect()
     results["collected"] = float(gone() is not None)
     results["pickle"] = raised(lambda: pickle.dumps(model))
+    results["copy"] = raised(lambda: copy.copy(model))
     return results
 
 
@@ -206,7 +207,7 @@ def test_copies_and_averages_of_weights(mesh: str) -> None:
     for results in run_on_ranks(_copies, mesh, world_size=SIZES[mesh]):
         numbers = {k: v for k, v in results.items() if isinstance(v, float)}
         assert len(numbers) == 21 and all(v < 1e-9 for v in numbers.values()), numbers
-        assert "model.save(path)" in results["pickle"]
+        assert "model.save(path)" in results["pickle"] and "copy.deepcopy(model)" in results["copy"]
 
 
 def _refused() -> list[str]:
