@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 from torch import fx
@@ -91,8 +91,9 @@ def first_line(run: Callable[[], Any], has_changed: Callable[[], bool]) -> str:
         return line
 
     def call(frame: FrameType, *_: Any) -> Any:
-        name = frame.f_code.co_filename
-        return None if at or is_library(name) else line
+        # A module of a class of its own is asked for names by many, such as us.
+        of_module = isinstance(frame.f_locals.get("self"), ModuleType)
+        return None if at or of_module or is_library(frame.f_code.co_filename) else line
 
     before = sys.gettrace()
     with collected_rarely(0):  # what a garbage collection calls is no line of the user's

@@ -50,7 +50,6 @@ def modules_of_users() -> Iterator[ModuleType]:
     """The modules that are loaded of which functions may run in a model."""
     for name, module in [*sys.modules.items()]:
         if isinstance(module, ModuleType):
-            # Not by vars(), which would run what a module of a class of its own has there.
-            file = ModuleType.__getattribute__(module, "__dict__").get("__file__")
+            file = vars(module).get("__file__")
             if name == "__main__" or file is not None and not file.startswith(OURS) and not is_library(file):
                 yield module
