@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel.comm.collectives import redistribute
+from autoparallel.comm.collectives import dims_of_rows, redistribute
 from autoparallel.graph.layers import layer_of
 from autoparallel.graph.sizes import Sizes
-from autoparallel.operators.chunked import dims_of_rows, linear_then_redistribute, redistribute_then_linear
+from autoparallel.operators.chunked import linear_then_redistribute, redistribute_then_linear
 from autoparallel.passes.insert_collectives import actions_of
 from autoparallel.passes.raise_row_views import find_heads
 from autoparallel.placements import COLLECTIVES, largest_piece

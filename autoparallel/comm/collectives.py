@@ -337,6 +337,17 @@ def arriving_shape(shape: Sequence[Any], src: str, dst: str, group: str) -> list
     return local_shape(shape, parse_placement(src), parse_placement(dst), axis_size(group))
 
 
+def dims_of_rows(ndim: int, src: str, dst: str) -> int:
+    """How many leading dims of a tensor can be cut into chunks that are redistributed apart: those before the first one
+    that is cut over ranks, and not the last."""
+    return min([ndim - 1, *(int(placement[1:]) for placement in (src, dst) if placement[0] == "S")])
+
+
+def ends_of_chunks(rows: Any, chunks: int) -> list[Any]:
+    """Where the chunks of so many rows begin and end; there may be some without rows."""
+    return [rows * i // chunks for i in range(chunks + 1)]
+
+
 # The two opaque operators: what torch.compile sees of a redistribution, and of a reduction inside an operator.
 @torch.library.custom_op("autoparallel::transfer", mutates_args=())
 def _transfer_op(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:

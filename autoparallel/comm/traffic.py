@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel import _torch
+from autoparallel.comm.collectives import dims_of_rows, ends_of_chunks
 from autoparallel.comm.groups import (
     CONTROL,
     active_axes,
@@ -256,7 +257,7 @@ class CountingMode(TorchDispatchMode):
         if name.endswith("backward"):
             there, back = there + back, there
         for size in (8 * ranks * weight.shape[0], row * there, row * back):
-            self._add("all_to_all", active_axes(axis, communicator.size), int(size) * ranks, ranks)
+            self._add_own("all_to_all", int(size), True, arguments["group"])
 
 
 _CHUNKED = ("gathered_linears", "gathered_linears_backward", "reduced_linear", "reduced_linear_backward")
@@ -276,10 +277,9 @@ def _bytes_of_chunks(name: str, arguments: Mapping[str, Any]) -> list[int]:
     else:
         like = arguments["grad" if backward else "x"]
         shape = like.shape
-    cut = [int(arguments[p][1:]) for p in ("src", "dst") if arguments[p][0] == "S"]
-    dims = min([len(shape) - 1, *cut])
+    dims = dims_of_rows(len(shape), arguments["src"], arguments["dst"])
     rows, row = math.prod(shape[:dims]), math.prod(shape[dims:]) * like.element_size()
-    ends = [rows * i // arguments["chunks"] for i in range(arguments["chunks"] + 1)]
+    ends = ends_of_chunks(rows, arguments["chunks"])
     return [(end - begin) * row for begin, end in itertools.pairwise(ends) if end > begin]
 
 

@@ -26,7 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoparallel.comm import ranges
-from autoparallel.comm.collectives import apply, arriving_shape, is_compiled, redistribute, transposed
+from autoparallel.comm.collectives import (
+    apply,
+    arriving_shape,
+    dims_of_rows,
+    ends_of_chunks,
+    is_compiled,
+    redistribute,
+    transposed,
+)
 from autoparallel.comm.in_flight import finish_transfer, sends, start_transfer
 
 T = TypeVar("T")
@@ -75,11 +83,6 @@ def linear_then_redistribute(
     return result
 
 
-def dims_of_rows(ndim: int, src: str, dst: str) -> int:
-    """How many leading dims of a tensor can be cut into chunks that are redistributed apart (see [Note: rows])."""
-    return min([ndim - 1, *(int(placement[1:]) for placement in (src, dst) if placement[0] == "S")])
-
-
 # ----------------------------------------------------------------------------------- products of what is on its way
 
 
@@ -87,13 +90,9 @@ def _cut(x: Tensor, src: str, dst: str, group: str, chunks: int) -> tuple[list[T
     """The parts of a tensor that are redistributed apart, some maybe without rows, and how."""
     dims = dims_of_rows(x.ndim, src, dst)
     rows = x.reshape(math.prod(x.shape[:dims]), *x.shape[dims:])
-    ends = _ends(rows.shape[0], chunks if sends(src, dst) else 1)
+    ends = ends_of_chunks(rows.shape[0], chunks if sends(src, dst) else 1)
     src, dst = (f"S{int(p[1:]) - dims + 1}" if p[0] == "S" else p for p in (src, dst))
     return [rows[begin:end] for begin, end in itertools.pairwise(ends)], src, dst, group
-
-
-def _ends(rows: Any, chunks: int) -> list[Any]:
-    return [rows * i // chunks for i in range(chunks + 1)]
 
 
 def _start(x: Tensor, src: str, dst: str, group: str) -> Callable[[], Tensor]:
@@ -282,7 +281,7 @@ def _gathered_fake(
     *shape, k = arriving_shape(x.shape, src, dst, group)
     dims = dims_of_rows(x.ndim, src, dst)
     each = math.prod(shape[dims:])
-    ends = _ends(math.prod(shape[:dims]), chunks)
+    ends = ends_of_chunks(math.prod(shape[:dims]), chunks)
     received = [x.new_empty((end - begin) * each, k) for begin, end in itertools.pairwise(ends)]
     return [*(x.new_empty(*shape, weight.shape[0]) for weight in weights), *received]
 

@@ -171,9 +171,9 @@ class GradientStore(Carrier):
             RuntimeError: under that in a window of ``accumulate()``.
         """
         rows = self.trained(chains, grads, asked_for)
+        if self.window is not None:
+            require_not_handed(asked_for, "in a window of accumulate(), which divides .grad at its end")
         if asked_for.handed:
-            if self.window is not None:
-                require_not_handed(asked_for, "in a window of accumulate(), which divides .grad at its end")
             return self._hand_over(chains, rows, shared)
         if rows:
             self.receive_sums([chain for chain, _ in rows], self.sum_uses(rows), shared)
