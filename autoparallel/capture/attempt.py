@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram, export
+from torch.export.graph_signature import ConstantArgument
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import has_unknown_sizes, make_fake_mode
@@ -33,6 +34,7 @@ from autoparallel.capture.functional.layers import NotAlike, Stack, find_stacks,
 from autoparallel.capture.functional.passes import filling_passes, resolving_passes, tracing_passes
 from autoparallel.capture.functional.selections import group_selections
 from autoparallel.capture.functional.ways import Way, literals_of, merge
+from autoparallel.capture.python.changes import StateChangedError, Written
 from autoparallel.capture.python.globals_read import (
     GlobalsRead,
     owners_of,
@@ -40,7 +42,6 @@ from autoparallel.capture.python.globals_read import (
     read_of_loss,
     without_model,
 )
-from autoparallel.capture.python.recorder import StateChangedError, Written
 from autoparallel.capture.refusals.refusals import (
     INSTEAD_OF_WAYS,
     explain_failure,
@@ -57,6 +58,7 @@ from autoparallel.capture.tracing.tracing import everything_seen
 from autoparallel.capture.training import Training
 from autoparallel.capture.user_warnings import only_the_users
 from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, refused_draw
+from autoparallel.graph.carried_attributes import without_attributes
 from autoparallel.graph.hooks import HookTemplate, require_full_hooks
 from autoparallel.graph.layers import find_runs, is_checkpointed, layer_of
 from autoparallel.graph.lines import first_line, line_of
@@ -311,7 +313,8 @@ class Attempt:
         except Exception as error:  # noqa: BLE001 - whatever a model cannot do here, tracing it will say better
             return [], error
         inside = tuple(f"{stack.path}." for stack in stacks)
-        return ([] if any(f"model.{name}".startswith(inside) for name in whole.findings.attributes) else stacks), None
+        changing = {*whole.findings.attributes, *without_attributes(self.inputs.arguments[1])[1]}
+        return ([] if any(f"model.{name}".startswith(inside) for name in changing) else stacks), None
 
     def _read_of_next(self, written: Mapping[str, Written]) -> PythonState | None:
         """What the next call reads, which finds filled what this one has found empty (see ``first_calls``)."""
@@ -397,8 +400,11 @@ def _export(wrapper: Training, inputs: FakeInputs, trace: Trace) -> Way:
 
 
 def _name_outputs(program: ExportedProgram) -> None:
-    """Writes the names of the results of a graph that was rewritten into its signature."""
+    """Writes the names of the results of a graph that was rewritten into its signature, and the results that were sizes
+    until a question of the model's has fixed them."""
     results = program.graph.output_node().args[0]
-    for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
-        if isinstance(node, fx.Node):
-            spec.arg.name = node.name
+    for spec, result in zip(program.graph_signature.output_specs, results, strict=True):
+        if isinstance(result, fx.Node):
+            spec.arg.name = result.name
+        elif isinstance(result, int | float) and not isinstance(spec.arg, ConstantArgument):
+            spec.arg = ConstantArgument("", result)

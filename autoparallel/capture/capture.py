@@ -16,8 +16,10 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.capture.attempt import Attempt
 from autoparallel.capture.fake_inputs import scale_of, traced_shape
+from autoparallel.capture.python.changes import INSTEAD_OF_NUMBER
 from autoparallel.graph.calls import closed, fits, without_numbers
-from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec
+from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec, refusal
+from autoparallel.graph.carried_attributes import CARRIED, ChangesAttributesError
 from autoparallel.graph.garbage import MANY, collected_rarely, count_as_old
 from autoparallel.passes.follow_batch import follow_results, weight_of_rows
 
@@ -72,6 +74,8 @@ def _capture(
         try:
             with _torch.export.without_reports():
                 captured = attempt.capture()
+        except ChangesAttributesError:  # whatever is open
+            raise
         except CaptureError as error:
             failed = error  # the last one speaks of the sizes of the call
             reads_values |= attempt.reads_values
@@ -82,6 +86,7 @@ def _capture(
         captured.fixed = tuple(line for line in fixed if line not in ("", "an unknown line"))
         captured.numbers = tuple([i for i, spec in enumerate(forms) if isinstance(spec, NumberSpec)])
         if fits(captured, forms):
+            _require_carried_open(captured, specs, in_spec)
             captured.weight = weight_of_rows(captured, specs)
             norms = [name for name, module in model.named_modules() if isinstance(module, _torch.nn.BatchNorm)]
             statistics = [path for path in captured.mutated_buffers if path.rpartition(".")[0] in norms]
@@ -95,6 +100,19 @@ def _capture(
     raise failed
 
 
+def _require_carried_open(captured: Captured, specs: Sequence[InputSpec | Any], in_spec: pytree.TreeSpec) -> None:
+    """Raises where a trace fixes a number that its calls change: every one of them would be of another kind."""
+    names, numbers = (pytree.tree_unflatten(x, in_spec)[1].get(CARRIED, ({}, {}))[0] for x in (captured.inputs, specs))
+    for label, spec in numbers.items():
+        shape = captured.placeholders[names[label]].meta["val"].shape
+        is_open = any(isinstance(size, torch.SymInt) and size.node.expr.free_symbols for size in shape)
+        if spec.open and not is_open and label in captured.attributes:
+            line = next(reversed(captured.fixed), "an unknown line")
+            raise refusal(
+                f"a call changes {label}, a number, and fixes what it computes by it", line, INSTEAD_OF_NUMBER
+            )
+
+
 def _examples(specs: Sequence[InputSpec | Any], options: Mapping[str, Any]) -> list[Any]:
     """What tells apart the inputs that a model is traced with, but for what of them is left open."""
     scale = scale_of(options["least_batch"], options["batch"])
@@ -104,6 +122,7 @@ def _examples(specs: Sequence[InputSpec | Any], options: Mapping[str, Any]) -> l
 def _arguments(model: nn.Module, specs: Sequence[Any], in_spec: pytree.TreeSpec, options: Mapping[str, Any]) -> str:
     """What a call was given, by the names of the model's arguments."""
     args, kwargs = pytree.tree_unflatten(specs, in_spec)
+    kwargs.pop(CARRIED, None)
     target = {"the target": args[-1]} if options["loss_fn"] is not None and args else {}
     names = list(inspect.signature(model.forward).parameters)
     names += [f"argument {i}" for i in range(len(names) + 1, len(args) + 1)]  # more than it takes

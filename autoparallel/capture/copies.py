@@ -13,11 +13,13 @@ from autoparallel._torch.export import keep_lines_of
 from autoparallel._torch.nn import laid_out_by_nobody
 from autoparallel.capture.caches import asks_for_cache, make_no_caches
 from autoparallel.capture.fake_inputs import FakeInputs
+from autoparallel.capture.python.changes import LOSS
 from autoparallel.capture.python.closures import Closures
-from autoparallel.capture.python.recorder import LOSS, Recorder
+from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.refusals import require_dense, uncopied
 from autoparallel.capture.training import Training
 from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.carried_attributes import without_attributes
 from autoparallel.graph.plain_tensors import (
     REPLACED,
     is_attribute,
@@ -65,7 +67,7 @@ class Copies:
         self.recorders: list[Recorder] = []
         self.owners = _owners_of(model)
         self.fakes: dict[int, Any] = {id(t): self._fake(t) for t in (*model.parameters(), *model.buffers())}
-        args, kwargs = inputs.arguments
+        args, kwargs = inputs.arguments[0], without_attributes(inputs.arguments[1])[0]
         self._cached = asks_for_cache(model.forward, args[:-1] if loss_fn is not None else args, kwargs)
         tensors = plain_tensors(model)
         if isinstance(loss_fn, nn.Module):

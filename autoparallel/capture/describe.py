@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from autoparallel._torch.export import graph_module, is_fake, size_guards
 from autoparallel.capture.functional.outputs import Objective, find_objective, set_apart
 from autoparallel.capture.functional.passes import describing_passes
-from autoparallel.capture.python.recorder import IN_THE_MODEL
+from autoparallel.capture.python.changes import IN_THE_MODEL
 from autoparallel.capture.refusals.refusals import (
     refused_mutation,
     require_dense_values,

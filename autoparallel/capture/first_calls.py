@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoparallel.capture.functional.layers import Record
-from autoparallel.capture.python.recorder import Written
+from autoparallel.capture.python.changes import Written
 from autoparallel.capture.tracing.trace import Trace
 from autoparallel.capture.training import Training
 from autoparallel.graph.python_state import PythonState, is_plain

@@ -13,13 +13,15 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.capture.caches import CURE, asks_for_cache, without_caches
+from autoparallel.capture.python.changes import StateChangedError
 from autoparallel.capture.python.containers import entries_exchanged
-from autoparallel.capture.python.recorder import Recorder, StateChangedError
+from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.data_access import DataAccess
 from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
 from autoparallel.capture.tracing.trace import Question, listening
 from autoparallel.graph.caches import caches_in, release, tensors_in
 from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.carried_attributes import without_attributes
 from autoparallel.graph.changed_arguments import ARGUMENTS, describe_changes, note_containers
 from autoparallel.graph.nesting import flatten
 from autoparallel.graph.python_state import is_plain
@@ -134,8 +136,9 @@ class Training(nn.Module):
                 trace.inputs.note_inputs(inputs)
         self._changes: dict[str, Any] = {}
         args, kwargs = release(pytree.tree_unflatten(inputs, nesting))
+        kwargs, attributes = without_attributes(kwargs)
         exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
-        with entries_exchanged(self.recorder.held, exchange.exchanged):
+        with entries_exchanged(self.recorder.held, exchange.exchanged), self.recorder.carrying(attributes):
             with self.recorder, DataAccess(), exchange:
                 leaves, self.findings.spec = flatten(self._outputs(args, kwargs))
             written = self.recorder.take()

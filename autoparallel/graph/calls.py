@@ -56,6 +56,11 @@ class Call:
         return tuple([s.shape for s in self.specs if isinstance(s, InputSpec)])
 
     @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The same, but for what stands for numbers."""
+        return tuple([s.shape for s in self.specs if isinstance(s, InputSpec) and not s.is_number])
+
+    @property
     def values(self) -> tuple[torch.Tensor | None, ...]:
         """The inputs that this rank has whole, with their values; None in the place of others."""
         return tuple([
@@ -141,9 +146,9 @@ def without_numbers(specs: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def closed(specs: Sequence[Any], batch: bool = True) -> tuple[Any, ...]:
-    """The inputs of a call with all numbers and sizes fixed, or all but the batch's."""
+    """The inputs of a call with all numbers and sizes fixed, or all but the batch's; what calls change stays open."""
     return tuple([
-        replace(s, open=(), batch=s.batch if batch else 0) if isinstance(s, InputSpec) else s
+        replace(s, open=(), batch=s.batch if batch else 0) if isinstance(s, InputSpec) and not s.is_number else s
         for s in without_numbers(specs)
     ])  # fmt: skip
 

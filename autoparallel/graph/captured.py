@@ -259,6 +259,11 @@ class Captured:
         return frozenset(self.actual) - self.lengths
 
     @property
+    def fixes_sizes(self) -> bool:
+        """Whether sizes are fixed that others would leave open."""
+        return bool(self.time_first or self.fixed)
+
+    @property
     def why_fixed(self) -> str:
         """Where the model fixes sizes that others would leave open, and what to write instead."""
         if self.time_first:
@@ -267,7 +272,10 @@ class Captured:
                 "stays open as the batch: batch_first=True, and inputs [batch, time, ...]"
             )
         if not self.fixed:
-            return "what the model asks of its sizes (such as if x.shape[1] > ...) has another answer for others"
+            return (
+                "what the model asks of its sizes (such as if x.shape[1] > ...), or of numbers that its calls change, "
+                "has another answer for others"
+            )
         lines = "; and at ".join(self.fixed)
         return (
             f"the model fixes a size or a number at {lines}. What len(x), int(x.shape[0]), range(...) or a comparison "
@@ -387,6 +395,7 @@ class InputSpec:
         batch: how many rows of the batch one unit of dim 0 stands for; 0 when dim 0 is not the batch.
         open: the other dims whose size is left open, each with the number of a length that it shares.
         twin: the number of the earlier input that is the same tensor; None where there is none.
+        is_number: whether its sizes stand for a number that calls change (see ``graph.carried_attributes``).
     """
 
     shape: tuple[int, ...]
@@ -395,6 +404,7 @@ class InputSpec:
     batch: int
     open: tuple[tuple[int, int], ...] = ()
     twin: int | None = None
+    is_number: bool = False
 
     @property
     def fixed_shape(self) -> tuple[int, ...]:

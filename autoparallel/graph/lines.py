@@ -87,7 +87,7 @@ def first_line(run: Callable[[], Any], has_changed: Callable[[], bool]) -> str:
         if last and has_changed():
             at.append(last[-1])
             return None
-        last[:] = [line_of_frame(frame)]
+        last[:] = [line_of_frame(frame.f_back if event == "return" else frame)]
         return line
 
     def call(frame: FrameType, *_: Any) -> Any:

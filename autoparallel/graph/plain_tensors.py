@@ -180,6 +180,12 @@ def holder_of(model: nn.Module, path: str) -> Any:
     return attrgetter(path)(model) if path else model
 
 
+def attribute_at(model: nn.Module, label: str) -> Any:
+    """What an attribute of a module, or of an object that one holds, is now; None where it is gone."""
+    path, _, name = label.rpartition(".")
+    return getattr(holder_of(model, path), name, None)
+
+
 def rebind(model: nn.Module, name: str, value: torch.Tensor) -> None:
     """Puts a new tensor in the place of a buffer or of one that is a plain attribute."""
     path, _, attribute = name.rpartition(".")

@@ -11,6 +11,8 @@ from torch.utils import _pytree as pytree
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, describe_inputs
+from autoparallel.graph.carried_attributes import CARRIED, ChangesAttributesError, as_argument, describe_attributes
+from autoparallel.graph.plain_tensors import attribute_at
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.planner import Planner
@@ -77,3 +79,22 @@ def call_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, with_t
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     specs, batch = describe_inputs(leaves)
     return Call((), tuple(specs), (None,) * len(leaves), in_spec, batch, with_target, (), ())
+
+
+def capture_given(planner: Planner, call: Call) -> tuple[Captured, Call]:
+    """The forward graph of a call, and the call with those attributes of the model beside its inputs that it changes.
+
+    Raises:
+        CaptureError: when the model cannot be captured.
+    """
+    try:
+        return planner.capture(call), call
+    except ChangesAttributesError as error:
+        if CARRIED in pytree.tree_unflatten(call.specs, call.in_spec)[1]:
+            raise
+        attributes = {label: attribute_at(planner.model, label) for label in error.values}
+    args, kwargs = pytree.tree_unflatten(call.specs, call.in_spec)
+    in_spec = pytree.tree_structure((args, {**kwargs, CARRIED: as_argument(attributes)}))
+    more = describe_attributes(attributes)
+    layouts = (*call.layouts, *[None] * len(more))
+    return capture_given(planner, replace(call, specs=(*call.specs, *more), layouts=layouts, in_spec=in_spec))

@@ -90,13 +90,13 @@ class ParallelModule(Face):
                 "exchange. Call it from one thread at a time (a threading.Lock around the call)"
             )
         try:
-            return run_call(self._kinds, self._plain, *self._read_call(args, kwargs), args, kwargs)
+            return run_call(self._kinds, self._plain, lambda: self._read_call(args, kwargs), args, kwargs)
         finally:
             self._entered.release()
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Traces and plans for a kind of call without running it."""
-        self._kinds.of(self._kinds.agree(*self._read_call(args, kwargs)))
+        self._kinds.of(lambda: self._read_call(args, kwargs))
 
     def _read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, str | None]:
         """A call, and why this rank cannot make it, if it cannot; raises on every rank where it is none on any."""

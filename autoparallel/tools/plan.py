@@ -23,7 +23,7 @@ from autoparallel.hardware import PROFILES
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.candidates.meshes import MeshSearch, refusal
-from autoparallel.planner.draft import call_of, draft_captured
+from autoparallel.planner.draft import call_of, capture_given, draft_captured
 from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.reasons import PlanAgain
@@ -139,7 +139,7 @@ def _answer(options: argparse.Namespace, cache: PlanCache | None) -> Answer:
     """What is to be printed and written."""
     source, request, call, mesh = prepare(options)
     with _progress(request.origin).phase("trace"):
-        captured = Planner(source.model, request).capture(call)
+        captured, call = capture_given(Planner(source.model, request), call)
     gc.freeze()  # what there is lives on: a tenth of the command's time went into looking through it for garbage
     choice: MeshChoice | None = None
     evaluator: Evaluator | None = None

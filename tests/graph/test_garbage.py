@@ -61,7 +61,7 @@ def test_what_the_user_has_left_out_stays_so() -> None:
     try:
         before = gc.get_freeze_count()
         count_as_old()
-        assert gc.get_freeze_count() == before > 0
+        assert 0.9 * before < gc.get_freeze_count() <= before  # what nobody refers to any more is gone
     finally:
         gc.unfreeze()
 

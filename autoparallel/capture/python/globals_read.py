@@ -27,10 +27,10 @@ import numpy as np
 import torch
 
 from autoparallel import _torch
+from autoparallel.capture.python.changes import StateChangedError
 from autoparallel.capture.python.closures import contents_of
 from autoparallel.capture.python.kinds_of_numbers import is_stand_in
 from autoparallel.capture.python.loads import Loads, loads_of
-from autoparallel.capture.python.recorder import StateChangedError
 from autoparallel.capture.python.roots import Cell, Root
 from autoparallel.graph.captured import CaptureError, refusal, refused_draw
 from autoparallel.graph.garbage import collected_rarely, count_as_old

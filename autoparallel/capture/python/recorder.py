@@ -11,26 +11,27 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autoparallel.capture.python.containers import (
-    BY_VALUE,
-    entries_of,
-    flat,
-    holds,
-    holds_the_same,
-    is_same,
-    leaves_of,
-    refill,
+from autoparallel.capture.python.changes import (
+    IN_THE_MODEL,
+    LOSS,
+    StateChangedError,
+    Written,
+    advice_on,
+    is_first_value,
+    require_may_leave,
 )
+from autoparallel.capture.python.containers import BY_VALUE, entries_of, flat, holds, holds_the_same, is_same, refill
 from autoparallel.capture.python.observed_classes import observe, release, written_to
-from autoparallel.capture.python.watched import INTERNAL, TABLES, Watched, is_carried
+from autoparallel.capture.python.watched import INTERNAL, TABLES, Watched
 from autoparallel.graph.captured import CaptureError, refusal, refused_draw
+from autoparallel.graph.carried_attributes import ChangesAttributesError, may_be_carried
 from autoparallel.graph.generators import GENERATORS, set_state, state_of
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.plain_tensors import holder_of
@@ -40,50 +41,9 @@ from autoparallel.graph.python_state import (
     PythonState,
     freeze,
     is_data,
-    is_plain,
     shown,
     slots_of,
 )
-
-LOSS = "loss_fn"
-"""The path of the loss function among the modules of what is traced."""
-
-IN_THE_MODEL = "keep what changes in the model, as a registered buffer"
-"""What to change in a loss function."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """What a call has set.
-
-    Attributes:
-        table, name: where it stands in the user's object.
-        value: what was set.
-        fills: whether the call had read that nothing was there.
-    """
-
-    table: Mapping[str, Any]
-    name: str
-    value: Any
-    fills: bool
-
-
-class StateChangedError(CaptureError):
-    """Something outside of the graph that a run has changed, on a line that is not known yet.
-
-    Args:
-        at: makes the refusal, once the line is known.
-        has_changed: tells, while a copy runs again, whether it has changed by now.
-    """
-
-    def __init__(self, at: Callable[[str], CaptureError], has_changed: Callable[[Recorder, Any], bool]) -> None:
-        super().__init__(str(at("an unknown line")))
-        self.at, self.has_changed = at, has_changed
-
-    @staticmethod
-    def refusing(what: str, cure: str, has_changed: Callable[[Recorder, Any], bool]) -> StateChangedError:
-        """As :func:`~graph.captured.refusal` says it."""
-        return StateChangedError(lambda line: refusal(what, line, cure), has_changed)
 
 
 class Recorder:
@@ -117,6 +77,7 @@ class Recorder:
         self.rebound: set[str] = set()
         self.written: dict[str, Written] = {}
         self._class_reads: set[tuple[type, str]] = set()
+        self._changes: dict[str, tuple[Any, CaptureError]] = {}
         originals: list[Any] = memo.get(id(memo), [])
         self._watched: dict[int, Watched] = {}
         self._recording = False
@@ -168,6 +129,19 @@ class Recorder:
             if not holds_the_same(container, entries):
                 refill(container, entries)
 
+    @contextmanager
+    def carrying(self, attributes: Mapping[str, Any]) -> Iterator[None]:
+        """Inside, the copy has the attributes that a call is given, by label."""
+        holders = {watched.path: watched for watched in self._watched.values()} if attributes else {}
+        try:
+            for label, value in attributes.items():
+                path, _, name = label.rpartition(".")
+                holders[path].carry(name, value)
+            yield
+        finally:
+            for watched in holders.values():
+                watched.put_back()
+
     def fill(self, values: Iterable[Written]) -> None:
         """Sets in the copy what a call has set."""
         places = {(id(value.table), value.name): value.value for value in values}
@@ -186,7 +160,7 @@ class Recorder:
         """Notes that an attribute of the object with this ``__dict__`` is read."""
         if self._recording and name not in INTERNAL:
             watched = self._watched[id(table)]
-            if name not in watched.writes and name not in watched.reads:
+            if name not in watched.writes and name not in watched.reads and name not in watched.carried:
                 watched.reads.add(name)
                 self._look_at(watched, name)
                 if name not in table:
@@ -275,6 +249,12 @@ class Recorder:
                 "register it as a buffer (self.register_buffer)",
                 lambda recorder, _: bool(recorder.changed_constant()),
             )
+        if label := self.written_to():
+            raise StateChangedError.refusing(
+                f"a call changes {label} in place, a tensor that calls replace,",
+                f"replace it each time (self.{label.rpartition('.')[2]} = ...)",
+                lambda recorder, _: bool(recorder.written_to()),
+            )
         written: dict[str, Any] = {}
         for watched in list(self._watched.values()):
             for name, line in watched.changed().items():
@@ -293,6 +273,9 @@ class Recorder:
                 "return what is collected as an output, or keep it in a registered buffer",
                 lambda recorder, _: recorder.is_changed(number),
             )
+        if self._changes:
+            (_, refused), *_ = self._changes.values()
+            raise ChangesAttributesError(str(refused), {label: now for label, (now, _) in self._changes.items()})
         for watched in self._watched.values():
             watched.writes.clear()
         return dict(sorted(written.items()))
@@ -316,8 +299,15 @@ class Recorder:
         """A tensor in a list, dict or object that the run has changed in place; empty for none."""
         return next((name for name, fake in self._constants.items() if fake._version != self._versions[name]), "")
 
+    def written_to(self) -> str:
+        """A tensor that the copy was given in the place of an attribute, and that the run has changed in place."""
+        return next(filter(None, (watched.written_to() for watched in self._watched.values())), "")
+
     def _take(self, watched: Watched, name: str, line: str, written: dict[str, Any]) -> None:
         table, label = vars(watched.copy), watched.label(name)
+        if name in watched.carried:
+            self._take_carried(watched, name, line, written)
+            return
         of_class = MISSING if watched.caches(name) else getattr(type(watched.original), name, MISSING)
         before = vars(watched.original).get(name, of_class)
         if isinstance(watched.copy, nn.Module):
@@ -332,25 +322,49 @@ class Recorder:
             return
         if now is MISSING:
             raise refusal(f"a call deletes {label}", line, "do so outside of forward")
-        if name in watched.reads and not _is_first_value(before, now):
-            raise refusal(
+        if name in watched.reads and not is_first_value(before, now):
+            changes = refusal(
                 f"a call changes what it reads: {label} is {shown(before)} before it and {shown(now)} after it,",
                 line,
-                _advice(now),
+                advice_on(now),
             )
+            self._note_change(watched, name, before, now, changes)
+            table[name] = self._twin(before)
+            if name not in vars(watched.original):
+                del table[name]
+            return
         if watched.path.partition(".")[0] == LOSS or not self._is_reached(watched):
             raise refusal(
                 f"a call sets {label}, an attribute of a {type(watched.original).__name__},",
                 line,
                 "return the value, or keep it in an attribute of the module",
             )
-        _require_carried(now, label, line)
+        require_may_leave(now, label, line)
         written[label] = now
         self.written[label] = Written(vars(watched.original), name, now, name in watched.reads)
         if name in vars(watched.original):
             table[name] = self._twin(before)
         else:
             del table[name]
+
+    def _note_change(self, watched: Watched, name: str, before: Any, now: Any, refused: CaptureError) -> None:
+        """Notes that a call changes what it reads; raises where that cannot be given to it (see
+        ``graph.carried_attributes``)."""
+        is_ours = watched.path.partition(".")[0] != LOSS and self._is_reached(watched)
+        if not is_ours or not (may_be_carried(before) and may_be_carried(now)):
+            raise refused
+        self._changes[watched.label(name)] = now, refused
+
+    def _take_carried(self, watched: Watched, name: str, line: str, written: dict[str, Any]) -> None:
+        """What a call makes of an attribute that it was given."""
+        label, now = watched.label(name), watched.now(name)
+        if is_same(watched.carried[name], now):
+            return
+        if now is MISSING:
+            raise refusal(f"a call deletes {label}", line, "do so outside of forward")
+        require_may_leave(now, label, line)
+        written[label] = now
+        self.written[label] = Written(vars(watched.original), name, now, fills=False)
 
     def _take_unseen(self, watched: Watched, name: str, written: dict[str, Any]) -> None:
         """The same for what was written unseen: its line is looked for where it is refused."""
@@ -399,14 +413,16 @@ class Recorder:
                 "register it in __init__, as a tensor of its final shape, and update its values; or call the plain "
                 "model once before compile(), if only a first call does",
             )
+        table[name] = before
         if now.shape != before.shape or now.dtype != before.dtype:
-            raise refusal(
+            replaces = refusal(
                 f"a call replaces the buffer {label}, {tuple(before.shape)} {before.dtype}, by one of "
                 f"{tuple(now.shape)} {now.dtype},",
                 line,
                 "keep its shape and dtype; if it is a cache for one shape, call the model once before compile()",
             )
-        table[name] = before
+            self._note_change(watched, name, before, now, replaces)
+            return
         self.rebound.add(label)
         with torch.no_grad():
             before.copy_(now)
@@ -491,29 +507,3 @@ def _tensor_reader(table: Mapping[str, Any], name: str) -> Callable[[], Any]:
         return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
 
     return read
-
-
-def _is_first_value(before: Any, now: Any) -> bool:
-    """Whether a call fills a cache that was empty: the next call reads what is there then, and is of another kind."""
-    return (before is MISSING or before is None) and all(
-        not leaf.requires_grad if isinstance(leaf, torch.Tensor) else is_plain(leaf) for leaf in leaves_of(now)
-    )
-
-
-def _advice(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return "register it as a buffer (self.register_buffer(name, tensor)) and update it, or return it and pass it in"
-    if isinstance(value, bool):
-        return "set it outside of forward (by a call of the plain model before compile(), if only a first call does)"
-    return "keep it in a registered buffer (self.n += 1 works on a tensor), set it outside of forward, or pass it in"
-
-
-def _require_carried(value: Any, label: str, line: str) -> None:
-    """Raises for a value that cannot leave the program in an attribute."""
-    for leaf in leaves_of(value):
-        if not is_carried(leaf):
-            raise refusal(
-                f"a call sets {label} to a {type(leaf).__name__}",
-                line,
-                "set it outside of forward, or keep tensors, numbers and strings, or lists and dicts of them, in it",
-            )

@@ -32,6 +32,7 @@ class Watched:
         entries: all that there was before.
         tables: of a module the buffers, parameters and modules that there were.
         ignored: names that libraries write for themselves.
+        carried: what a call is given in the place of attributes that it changes, by name.
     """
 
     path: str
@@ -42,12 +43,48 @@ class Watched:
     entries: dict[str, Any] = field(default_factory=dict)
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)
     ignored: set[str] = field(default_factory=set)
+    carried: dict[str, Any] = field(default_factory=dict)
+    _stood_there: dict[str, list[tuple[dict[str, Any], Any]]] = field(default_factory=dict)
+    _versions: dict[str, int] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Notes what there is before a run, which has put its own tensors in the place of parameters and buffers."""
         self.entries = dict(vars(self.copy))
         if isinstance(self.copy, nn.Module):
             self.tables = {kind: dict(vars(self.copy)[kind]) for kind in TABLES}
+
+    def carry(self, name: str, value: Any) -> None:
+        """Puts in the place of an attribute what a call is given."""
+        tables = self._tables()
+        self.carried[name] = value
+        if isinstance(value, torch.Tensor):
+            self._versions[name] = value._version
+        self._stood_there[name] = [(table, table.get(name, MISSING)) for table in tables]
+        next((table for table in tables if name in table), tables[0])[name] = value
+
+    def now(self, name: str) -> Any:
+        """What stands in the place of an attribute."""
+        return next((table[name] for table in self._tables() if name in table), MISSING)
+
+    def written_to(self) -> str:
+        """The label of a carried tensor that the run has changed in place; empty for none."""
+        names = (name for name, version in self._versions.items() if self.carried[name]._version != version)
+        return next(map(self.label, names), "")
+
+    def put_back(self) -> None:
+        """Puts back what stood where attributes were carried."""
+        for name, places in self._stood_there.items():
+            for table, value in places:
+                table[name] = value
+                if value is MISSING:
+                    del table[name]
+        self.carried.clear()
+        self._versions.clear()
+        self._stood_there.clear()
+
+    def _tables(self) -> list[dict[str, Any]]:
+        table = vars(self.copy)
+        return [table, table["_buffers"]] if isinstance(self.copy, nn.Module) else [table]
 
     def changed(self) -> dict[str, str]:
         """The names that were written, with lines; with none what was not written as an attribute, but as an entry of
@@ -59,7 +96,7 @@ class Watched:
 
     def _may_be_users(self, name: str) -> bool:
         # An object that is cached is of the copy alone; the user's makes its own when it is asked.
-        is_object = self.caches(name) and not all(map(is_carried, leaves_of(vars(self.copy).get(name))))
+        is_object = self.caches(name) and not all(map(may_leave, leaves_of(vars(self.copy).get(name))))
         return not is_object and name not in self.ignored and name not in INTERNAL
 
     def caches(self, name: str) -> bool:
@@ -71,7 +108,7 @@ class Watched:
         return f"{self.path}.{name}" if self.path else name
 
 
-def is_carried(leaf: Any) -> bool:
+def may_leave(leaf: Any) -> bool:
     """Whether a value can leave the program in an attribute."""
     return isinstance(leaf, torch.Tensor | torch.SymInt) or is_plain(leaf)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from autoparallel.graph.lines import place_of_error
 from autoparallel.graph.nesting import unflatten
 from autoparallel.graph.plain_tensors import holder_of, rebind, tensor_at
 from autoparallel.operators import RandomState
-from autoparallel.runtime.calls.kinds import Kind, Kinds
+from autoparallel.runtime.calls.kinds import Kind, Kinds, ReadCall
 from autoparallel.runtime.gradients.accumulation import Weight, expected_count
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.programs.microbatches import NotKept
@@ -32,21 +31,18 @@ from autoparallel.runtime.programs.runner import Delivery, Outputs, refuse_detac
 from autoparallel.runtime.ranks.randomness import STREAM
 
 
-def run_call(
-    kinds: Kinds, plain: nn.Module, call: Call, problem: str | None, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
+def run_call(kinds: Kinds, plain: nn.Module, read: ReadCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The outputs of a call.
 
     Args:
         kinds: those that the model has had.
         plain: the model, whose buffers and attributes the call may change.
-        problem: why this rank cannot make the call, if it cannot.
+        read: reads the call (see :meth:`Kinds.of`).
         args, kwargs: what the user has handed in, whose dicts and lists the call may change.
     """
     store = kinds.store
-    # The program has its casts already.
-    with nullcontext() if call.autocast is None else torch.autocast(kinds.maker.mesh.device_type, enabled=False):
-        kind = kinds.of(kinds.agree(call, problem))
+    call, kind = kinds.of(read)
+    with kinds.without_casts(call):
         captured = kind.runner.captured
         buffers = [tensor_at(plain, path) for path in captured.mutated_buffers]
         try:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -30,7 +31,8 @@ from autoparallel.graph.calls import (
     opened,
     without_numbers,
 )
-from autoparallel.graph.captured import Captured, FailsUntraced, InputSpec, NumberSpec
+from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec
+from autoparallel.graph.carried_attributes import ChangesAttributesError, describe_attributes
 from autoparallel.graph.python_state import OF_INPUTS, PythonState
 from autoparallel.placements import format_layout
 from autoparallel.plan import Plan
@@ -40,6 +42,9 @@ from autoparallel.runtime.programs.pipeline import PipelineRunner
 from autoparallel.runtime.programs.runner import Runner
 from autoparallel.runtime.ranks.agreement import Agreement
 from autoparallel.text import LOGGER
+
+ReadCall = Callable[[], tuple[Call, str | None]]
+"""Reads a call, and why this rank cannot make it, if it cannot."""
 
 MANY_VALUES = 3
 """Of so many changes of one value of Python's a call is advised to read a tensor instead."""
@@ -111,6 +116,25 @@ class KeyedCall:
     sized: object
 
 
+@dataclass(frozen=True)
+class KindSearch:
+    """What a search among the kinds that there are has found for a call.
+
+    Attributes:
+        call: the call, with its sizes fixed where the model has fixed those of others.
+        key: under which its kind is kept.
+        kind: the kind; None where it has to be made.
+        trace: that of another kind which serves the call, where only the plan of that does not.
+        why: why the other kinds of such calls do not serve these sizes.
+    """
+
+    call: Call
+    key: Key
+    kind: Kind | None
+    trace: Captured | None = None
+    why: str = ""
+
+
 class Kinds:
     """The kinds of calls that a model has had.
 
@@ -121,13 +145,15 @@ class Kinds:
     Attributes:
         plan: of the first kind; None before.
         calls: how many calls in training mode the model has had.
+        carried: the attributes of the model that calls read and change, by label, each with a value that a call made.
     """
 
     def __init__(self, maker: KindMaker, exchange: Exchange) -> None:
         self.maker, self.exchange, self.store = maker, exchange, maker.store
         self.plan: Plan | None = None
         self.calls = 0
-        self._kinds: dict[Key, Kind] = {}
+        self.carried: dict[str, Any] = {}
+        self._kinds: dict[Key, list[Kind]] = {}  # of calls whose sizes the model is answered about in several ways
         self._ready: dict[object, Kind] = {}  # by kind and shapes: calls whose sizes are known to fit
         self._structures: dict[object, int] = {}
         self._states: dict[object, list[PythonState]] = {}  # by call: what Python was when each of its traces was made
@@ -138,10 +164,10 @@ class Kinds:
         self.store.before_backward = self._agree_on_backward
 
     def __iter__(self) -> Iterator[Kind]:
-        return iter({id(kind): kind for kind in self._kinds.values()}.values())
+        return iter({id(kind): kind for kinds in self._kinds.values() for kind in kinds}.values())
 
     def __len__(self) -> int:
-        return len({id(kind) for kind in self._kinds.values()})
+        return len(list(iter(self)))
 
     def structure_of(self, modules: tuple[nn.Module, ...]) -> int:
         """The number of a set of submodules of their classes, and of which buffers of theirs are one, among those that
@@ -170,7 +196,7 @@ class Kinds:
         require_same = self.exchange.of_call(
             keyed.call, (keyed.key, len(self._kinds)), problem, whole, lambda: self._describe(keyed.call, synchronise)
         )
-        ready = self._ready.get(keyed.sized)
+        ready = self._ready_for(keyed)
         at_once = whole or problem or self.store.copies or self.exchange.agreement.broken
         if ready is None or at_once or ready.runner.captured.draws:  # what the first rank draws comes with the table
             require_same()
@@ -214,7 +240,7 @@ class Kinds:
             specs = opened(call.specs, [*self._forms[form], changing_of(call.specs)])
             call = replace(call, specs=without_numbers(specs) if form in self._fixing else specs)
             key = self._key(call)
-        return KeyedCall(call, key, (key, call.shapes))
+        return KeyedCall(call, key, (key, call.sizes))
 
     def _form(self, call: Call) -> object:
         """The inputs of a call but for sizes and numbers: what is open in training is so in evaluation, too."""
@@ -235,43 +261,86 @@ class Kinds:
         leaves = call.values if any(state.inputs for state in states) else ()
         return Key(key, next((i for i, state in enumerate(states) if state.changed(leaves) is None), len(states)))
 
-    def of(self, keyed: KeyedCall) -> Kind:
-        """The kind whose trace has the sizes of a call, which the ranks are known to make alike; it is made where there
-        is none."""
-        if (ready := self._ready.get(keyed.sized)) is not None:
-            return ready
-        call, key = keyed.call, keyed.key
-        kind, trace, why = self._kinds.get(key), None, ""
-        if kind is not None:
-            captured = kind.runner.captured
-            if not fits(captured, call.specs):
-                why = captured.why_fixed
-                call = replace(call, specs=closed(call.specs, batch=bool(captured.batches)))
+    def of(self, read: ReadCall) -> tuple[Call, Kind]:
+        """A call, which the ranks agree upon, and the kind whose trace has its sizes; it is made where there is none.
+
+        Args:
+            read: is called again where the call turns out to change what it reads, and is given that from then on.
+        """
+        call, problem = read()
+        with self.without_casts(call):
+            keyed = self.agree(call, problem)
+            if (kind := self._ready_for(keyed)) is not None:
+                return call, kind
+            search = self._search(keyed)
+            kind, started = search.kind, time.perf_counter()
+            try:
+                if kind is None:
+                    # What is made now is used for training, too; what the loop does to saved tensors, or counts (as
+                    # FlopCounterMode does), is not for dry runs.
+                    with (
+                        torch.inference_mode(False),
+                        _torch.autograd.saved_as_they_are(),
+                        _torch.export.without_modes(),
+                    ):
+                        kind = self.maker.make_kind(search.call, search.trace)
+                    self._add(kind, search, started)
+            except ChangesAttributesError as error:
+                if error.values.keys() <= self.carried.keys():
+                    raise CaptureError(str(error)) from None
+                self.carried.update(error.values)
+            except FailsUntraced as error:
+                if error.raised_by_model is None:
+                    raise
+                error.raised_by_model.add_note(f"Raised by the model itself, before anything was computed: {error}")
+                raise error.raised_by_model from None
             else:
-                try:
-                    kind.runner.require_fits(call)
-                except UnevenSizeError as error:
-                    trace, why = kind.trace, str(error).partition(". ")[0]
-            if why:
-                key = replace(key, sizes=call.shapes)
-                kind = self._kinds.get(key)
-        if kind is None:
-            started = time.perf_counter()
-            # What is made now is used for training, too; what the loop does to saved tensors, or counts (as
-            # FlopCounterMode does), is not for dry runs.
-            with torch.inference_mode(False), _torch.autograd.saved_as_they_are(), _torch.export.without_modes():
-                try:
-                    kind = self.maker.make_kind(call, trace)
-                except FailsUntraced as error:
-                    if error.raised_by_model is None:
-                        raise
-                    error.raised_by_model.add_note(f"Raised by the model itself, before anything was computed: {error}")
-                    raise error.raised_by_model from None
-            self._add(kind, key, call, "planned" if trace is not None else "captured and planned", why, started)
-        kind.runner.require_fits(call)
-        self._ready[keyed.sized] = kind
-        self._note(call)
-        return kind
+                kind.runner.require_fits(search.call)
+                self._ready[keyed.sized] = kind
+                self._note(search.call)
+                # What was on the meta device until the first kind was made has its values now.
+                is_late = self.carried and any(isinstance(x, torch.Tensor) and x.is_meta for x in call.leaves)
+                return read()[0] if is_late else call, kind
+        self._note_carried(call, read()[0])
+        return self.of(read)
+
+    def _search(self, keyed: KeyedCall) -> KindSearch:
+        """Looks for the kind of a call among those that there are."""
+        call, key = keyed.call, keyed.key
+        kinds = self._kinds.get(key, [])
+        kind = _first_fitting(kinds, call)
+        if kind is not None:
+            try:
+                kind.runner.require_fits(call)
+            except UnevenSizeError as error:
+                key = replace(key, sizes=call.sizes)
+                planned = next(iter(self._kinds.get(key, [])), None)
+                return KindSearch(call, key, planned, kind.trace, str(error).partition(". ")[0])
+            return KindSearch(call, key, kind)
+        why = kinds[-1].runner.captured.why_fixed if kinds else ""
+        if fixing := [kind.runner.captured for kind in kinds if kind.runner.captured.fixes_sizes]:
+            call = replace(call, specs=closed(call.specs, batch=bool(fixing[-1].batches)))
+            key = replace(key, sizes=call.sizes)
+            kind = _first_fitting(self._kinds.get(key, []), call)
+        return KindSearch(call, key, kind, why=why)
+
+    def without_casts(self, call: Call) -> AbstractContextManager[object]:
+        """Inside, nothing is cast by ``torch.autocast``: a program has its casts already."""
+        return nullcontext() if call.autocast is None else torch.autocast(self.maker.mesh.device_type, enabled=False)
+
+    def _ready_for(self, keyed: KeyedCall) -> Kind | None:
+        """The kind of a call whose sizes are known to fit, and whose numbers do."""
+        ready = self._ready.get(keyed.sized)
+        return ready if ready is None or not self.carried else _first_fitting([ready], keyed.call)
+
+    def _note_carried(self, before: Call, call: Call) -> None:
+        """Keeps what calls before have had of sizes, and what this one makes of the attributes that it is given now:
+        that they change is known."""
+        after = changing_of(describe_attributes(self.carried))
+        history = self._forms.get(self._form(before), [changing_of(without_numbers(before.specs))])
+        history = [(*sizes[: len(changing_of(call.specs)) - len(after)], *after) for sizes in history]
+        if all(len(sizes) == len(changing_of(call.specs)) for sizes in history):  # of their first kinds still
+            self._forms.setdefault(self._form(call), history)
 
     def _note(self, call: Call) -> None:
         """Keeps sizes and numbers of a call where they tell what is open, and dims that share a length, from others."""
@@ -282,15 +351,15 @@ class Kinds:
         if not forms or grows or opened(specs, [*forms, new]) != opened(specs, [*forms, forms[-1]]):
             forms.append(new)
 
-    def _add(self, kind: Kind, key: Key, call: Call, what: str, why: str, started: float) -> None:
+    def _add(self, kind: Kind, search: KindSearch, started: float) -> None:
         """Keeps a new kind; says why it was made where only a value of Python's is new, or sizes are.
 
         Args:
-            what: what was done to make it.
-            why: why an earlier kind of the call does not serve these sizes.
+            search: what has not found one.
             started: when its making began.
         """
         seconds = time.perf_counter() - started
+        call, key, why = search.call, search.key, search.why
         states = self._states.setdefault(key.call, [])
         changes = [(label, state) for state in states if (label := state.changed(call.values)) is not None]
         self.plan = self.plan or kind.plan
@@ -310,14 +379,19 @@ class Kinds:
             self._noted.add(why)
             LOGGER.log(
                 level, "inputs of shapes %s were %s once more, in %.1f s, and so will others be: %s",
-                list(call.shapes), what, seconds, why,
+                list(call.sizes), "captured and planned" if search.trace is None else "planned", seconds, why,
             )  # fmt: skip
-        self._kinds[key] = kind
+        self._kinds.setdefault(key, []).append(kind)
         if (of_next := kind.runner.captured.next_state) is not None:
             number = self._next.setdefault(replace(key, sizes=None), len(states))
             states[number:] = states[number:] or [PythonState()]
             states[number].merge(of_next)
-            self._kinds[replace(key, state=number)] = kind
+            self._kinds.setdefault(replace(key, state=number), []).append(kind)
+
+
+def _first_fitting(kinds: Sequence[Kind], call: Call) -> Kind | None:
+    """Which of some kinds has a trace that serves the sizes of a call."""
+    return next((kind for kind in kinds if fits(kind.runner.captured, call.specs)), None)
 
 
 def _log_change(changes: Sequence[tuple[str, PythonState]], seconds: float) -> None:

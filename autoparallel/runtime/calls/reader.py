@@ -17,8 +17,11 @@ from autoparallel import _torch
 from autoparallel.comm.world import elsewhere
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import InputSpec, describe_inputs
+from autoparallel.graph.carried_attributes import CARRIED, as_argument, describe_attributes, may_be_carried
 from autoparallel.graph.hooks import hooks_of
 from autoparallel.graph.nesting import flatten
+from autoparallel.graph.plain_tensors import attribute_at
+from autoparallel.graph.python_state import is_plain
 from autoparallel.placements import Layout, from_dtensor_placements
 from autoparallel.runtime.calls.kinds import Kinds, submodules
 from autoparallel.runtime.parameters.state import slots
@@ -62,11 +65,13 @@ class CallReader:
             )
         with_target = self.has_loss_fn and len(args) > 0 and self._binds(args[:-1], kwargs)
         caches: list[Any] = []
-        leaves, in_spec = flatten((args, kwargs), caches)
+        carried, problem = self._read_attributes() if self.kinds.carried else ({}, None)
+        attributes = describe_attributes(carried)
+        leaves, in_spec = flatten((args, {**kwargs, CARRIED: as_argument(carried)} if carried else kwargs), caches)
+        count = len(leaves) - len(attributes)
         mesh = self.kinds.maker.mesh
         modules = submodules(self.plain)
         listed = [p for m in modules for p in m._parameters.values() if p is not None]
-        problem: str | None = None
         if is_whole:
             problem = "the model is called inside of whole(): call the plain model that it gives, or leave it first"
         elif list(map(id, listed)) != self._listed:
@@ -75,7 +80,7 @@ class CallReader:
         autocast = torch.get_autocast_dtype(mesh.device_type) if torch.is_autocast_enabled(mesh.device_type) else None
         layouts: list[Layout | None] = [None] * len(leaves)
         local = list(leaves)
-        for i, leaf in enumerate(leaves):
+        for i, leaf in enumerate(leaves[:count]):
             if isinstance(leaf, DTensor):
                 local[i] = leaf.to_local()
                 try:
@@ -84,9 +89,10 @@ class CallReader:
                     problem = str(error)
             if why := _unfit(leaf, mesh):
                 problem = f"{self._name(args, kwargs, i)} {why}"
-        specs, batch = describe_inputs(leaves)
+        specs, batch = describe_inputs(leaves[:count])
         if batch == 0 and any(isinstance(s, InputSpec) and s.shape[:1] == (0,) for s in specs):
             problem = "the batch is empty: its first tensor has 0 rows\nWhat to change: leave such batches out."
+        specs += attributes
         training = tuple([m.training for m in modules])
         trainable = tuple([p.requires_grad for p in {id(p): p for p in listed}.values()])
         call = Call(
@@ -94,6 +100,23 @@ class CallReader:
             torch.is_grad_enabled(), hooks_of(modules), self.kinds.structure_of(modules), autocast, tuple(caches),
         )  # fmt: skip
         return call, problem
+
+    def _read_attributes(self) -> tuple[dict[str, Any], str | None]:
+        """The attributes that calls change, as they are now, on the mesh's device; and why this rank has none that can
+        be given to a call."""
+        carried: dict[str, Any] = {}
+        problem: str | None = None
+        for label in self.kinds.carried:
+            value = attribute_at(self.plain, label)
+            if not (is_plain(value) or may_be_carried(value)) or isinstance(value, DTensor):
+                problem = (
+                    f"{label} is a {type(value).__name__}, and calls have changed it as a number or a plain tensor"
+                )
+                value = None
+            elif isinstance(value, torch.Tensor) and not value.is_meta:
+                value = value.to(self.kinds.maker.mesh.device_type)
+            carried[label] = value
+        return carried, problem
 
     def _binds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         try:

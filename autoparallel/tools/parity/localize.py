@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from autoparallel.graph.carried_attributes import ChangesAttributesError
 from autoparallel.tools.parity.localize_capture import capture_deviation
 from autoparallel.tools.parity.localize_program import call_of_task, planner_of, program_deviation
 from autoparallel.tools.parity.noise import TOLERANCES, narrowing_casts
@@ -34,7 +35,10 @@ def localized(task: Task, report: VerifyReport) -> Deviation:
         pass
     task.before_step(task.model, step)
     random, batch = draws.state, task.batch(step)
-    captured = planner_of(task, report.plan).capture(call_of_task(task, batch))
+    try:
+        captured = planner_of(task, report.plan).capture(call_of_task(task, batch))
+    except ChangesAttributesError as error:
+        return Deviation("", detail=f"the first deviation is not looked for: {str(error).splitlines()[0]}")
     deviation = capture_deviation(task, captured, batch, random, tolerance)
     deviation = deviation or program_deviation(task, captured, report.plan, batch, random, tolerance)
     if deviation is not None:

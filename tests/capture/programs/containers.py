@@ -100,7 +100,7 @@ class LooksItselfUpById(Two):
         return self.a(x) * BY_ID.get(id(self.a), 1.0)
 
 
-@program(refused="keep its shape and dtype")
+@program()
 class GrowsABuffer(Two):
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class GrowsABuffer(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) > len(self.turns):
-            self.register_buffer("turns", torch.arange(8.0 * len(x)).view(-1, 8))  # refused
+            self.register_buffer("turns", torch.arange(8.0 * len(x)).view(-1, 8))
         return self.a(x) * self.turns[: len(x)]
 
 

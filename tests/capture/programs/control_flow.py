@@ -46,7 +46,7 @@ class FlagInABuffer(Two):
         return h - self.shift
 
 
-@program(refused="a call of the plain model before compile")
+@program()
 class FlagOfTheFirstCall(Two):
     """The same with a flag of Python's."""
 
@@ -59,7 +59,7 @@ class FlagOfTheFirstCall(Two):
         h = self.a(x)
         if not self.ready:
             self.shift.copy_(h.detach().mean(0))
-            self.ready = True  # refused
+            self.ready = True
         return h - self.shift
 
 

@@ -26,7 +26,7 @@ def cast_after_compile(run: Run) -> None:
         finish(run, model, optimizer)
 
 
-@loop(line=False, refused="load_state_dict")
+@loop(line=False, refused="then compile it")
 def cast_plain_after_compile(run: Run) -> None:
     """The plain model, which the user still holds, is cast before the first call."""
     plain = net()

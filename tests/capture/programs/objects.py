@@ -40,14 +40,14 @@ class ScheduleObject(Two):
         return self.a(x) * self.schedule.value()
 
 
-@program(refused=".")
+@program()
 class ScheduleMovedInForward(Two):
     def __init__(self) -> None:
         super().__init__()
         self.schedule = Schedule()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.schedule.t += 1  # refused
+        self.schedule.t += 1
         return self.a(x) * self.schedule.value()
 
 

@@ -89,7 +89,7 @@ def swapped_module() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
 
-@program(refused="buffer")
+@program()
 class Counter(nn.Module):
     """Counts its calls and warms up."""
 
@@ -98,7 +98,7 @@ class Counter(nn.Module):
         self.a, self.n = nn.Linear(8, 8), 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.n += 1  # refused
+        self.n += 1
         return self.a(x) * min(1.0, self.n / 3)
 
 

@@ -1,0 +1,86 @@
+"""What a call changes of Python's: what leaves the program, what is given to it, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoparallel.capture.python.containers import leaves_of
+from autoparallel.capture.python.watched import may_leave
+from autoparallel.graph.captured import CaptureError, refusal
+from autoparallel.graph.python_state import MISSING, is_plain
+
+LOSS = "loss_fn"
+"""The path of the loss function among the modules of what is traced."""
+
+IN_THE_MODEL = "keep what changes in the model, as a registered buffer"
+"""What to change in a loss function."""
+
+INSTEAD_OF_NUMBER = (
+    "keep it in a registered buffer (self.n += 1 works on a tensor), set it outside of forward, or pass it in"
+)
+"""What to change where calls change a number."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a call has set.
+
+    Attributes:
+        table, name: where it stands in the user's object.
+        value: what was set.
+        fills: whether the call had read that nothing was there.
+    """
+
+    table: Mapping[str, Any]
+    name: str
+    value: Any
+    fills: bool
+
+
+class StateChangedError(CaptureError):
+    """Something outside of the graph that a run has changed, on a line that is not known yet.
+
+    Args:
+        at: makes the refusal, once the line is known.
+        has_changed: tells, while a copy runs again, whether it has changed by now.
+    """
+
+    def __init__(self, at: Callable[[str], CaptureError], has_changed: Callable[[Any, Any], bool]) -> None:
+        super().__init__(str(at("an unknown line")))
+        self.at, self.has_changed = at, has_changed
+
+    @staticmethod
+    def refusing(what: str, cure: str, has_changed: Callable[[Any, Any], bool]) -> StateChangedError:
+        """As :func:`~graph.captured.refusal` says it."""
+        return StateChangedError(lambda line: refusal(what, line, cure), has_changed)
+
+
+def is_first_value(before: Any, now: Any) -> bool:
+    """Whether a call fills a cache that was empty: the next call reads what is there then, and is of another kind."""
+    return (before is MISSING or before is None) and all(
+        not leaf.requires_grad if isinstance(leaf, torch.Tensor) else is_plain(leaf) for leaf in leaves_of(now)
+    )
+
+
+def advice_on(value: Any) -> str:
+    """What to do with a value that calls change, instead."""
+    if isinstance(value, torch.Tensor):
+        return "register it as a buffer (self.register_buffer(name, tensor)) and update it, or return it and pass it in"
+    if isinstance(value, bool):
+        return "set it outside of forward (by a call of the plain model before compile(), if only a first call does)"
+    return INSTEAD_OF_NUMBER
+
+
+def require_may_leave(value: Any, label: str, line: str) -> None:
+    """Raises for a value that cannot leave the program in an attribute."""
+    for leaf in leaves_of(value):
+        if not may_leave(leaf):
+            raise refusal(
+                f"a call sets {label} to a {type(leaf).__name__}",
+                line,
+                "set it outside of forward, or keep tensors, numbers and strings, or lists and dicts of them, in it",
+            )

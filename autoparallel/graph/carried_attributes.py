@@ -1,0 +1,81 @@
+"""Attributes that calls read and change, as a table for the longest input so far, or a count of the calls: a program is
+given them beside the arguments, and the call sets them to what it returns.
+
+Before:
+    model(x)                # if x.shape[1] > self.length: self.length, self.table = x.shape[1], make(x.shape[1])
+After:
+    self.length, self.table = program(x, self.length, self.table)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from autoparallel.graph.captured import CaptureError, InputSpec
+
+CARRIED = "attributes that calls change"
+"""The name of the argument that holds them."""
+
+_LEAST = 2
+"""The size that stands for 0: one of 0 or 1 is never open."""
+
+
+class ChangesAttributesError(CaptureError):
+    """A call changes attributes that it reads, and that it is not given yet.
+
+    Attributes:
+        values: what it makes of them, by label.
+    """
+
+    def __init__(self, text: str, values: Mapping[str, Any]) -> None:
+        RuntimeError.__init__(self, text)  # the ranks go on, so none of them is told of it
+        self.values = {label: _form_of(value) for label, value in values.items()}
+
+
+def _form_of(value: Any) -> Any:
+    """A value that does not belong to a trace."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty([int(size) for size in value.shape], dtype=value.dtype, device="meta")
+    return int(value) if isinstance(value, torch.SymInt) else value
+
+
+def may_be_carried(value: Any) -> bool:
+    """Whether a call can be given a value: a bool, a whole number, which may be open, or a tensor without gradient."""
+    return isinstance(value, int | torch.SymInt) or isinstance(value, torch.Tensor) and not value.requires_grad
+
+
+def as_argument(attributes: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Attributes as a call is given them: whole numbers, and all others.
+
+    A whole number comes as the sizes of a tensor without entries, the second one for what is below 0: a size is what a
+    trace leaves open, and about which it may still be asked.
+    """
+    numbers = {label: x for label, x in attributes.items() if type(x) is int}
+    sizes = {label: torch.empty((x + _LEAST, 0) if x >= 0 else (0, _LEAST - x)) for label, x in numbers.items()}
+    return sizes, {label: x for label, x in attributes.items() if label not in sizes}
+
+
+def describe_attributes(attributes: Mapping[str, Any]) -> list[InputSpec | Any]:
+    """The inputs that these are; none has the batch as its first dim."""
+    numbers, others = as_argument(attributes)
+    specs: list[InputSpec | Any] = [
+        InputSpec(tuple(x.shape), x.dtype, False, 0, is_number=True) for x in numbers.values()
+    ]
+    for x in others.values():
+        specs.append(InputSpec(tuple(x.shape), x.dtype, False, 0) if isinstance(x, torch.Tensor) else x)
+    return specs
+
+
+def without_attributes(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keyword arguments of a call, and the attributes that stand behind them, by label."""
+    arguments = dict(kwargs)
+    numbers, others = arguments.pop(CARRIED, ({}, {}))
+    return arguments, {label: _number_of(x) for label, x in numbers.items()} | others
+
+
+def _number_of(x: torch.Tensor) -> int:
+    over, under = x.shape
+    return over - _LEAST if isinstance(over, torch.SymInt) or over else _LEAST - under

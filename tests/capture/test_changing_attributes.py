@@ -1,0 +1,82 @@
+"""Attributes that calls read and change: how many traces serve them, whatever they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoparallel
+from autoparallel.hardware import profile_for
+from autoparallel.planner.draft import call_of, capture_given
+from autoparallel.planner.planner import Planner
+from autoparallel.planner.request.request import Request
+from tests.capture.programs.changing_attributes import LENGTHS, Growing, Positions, Rotary
+from tests.capture.runner import numbers
+from tests.devices import DEVICE
+from tests.distributed import run_distributed
+
+
+class Counting(nn.Module):
+    """Counts, warms up, and does something else at every third call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(8, 8, dtype=torch.float64), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        scale = 3.0 if self.calls % 3 == 0 else 1.0
+        return self.linear(x) * scale * self.calls
+
+
+def _kinds(make: Any, lengths: tuple[int, ...], **options: Any) -> tuple[int, float]:
+    """How many kinds of calls these lengths make, and the largest difference to eager."""
+    torch.manual_seed(0)
+    plain, eager = make().double(), make().double()
+    eager.load_state_dict(plain.state_dict(), strict=False)
+    mesh = init_device_mesh(DEVICE, (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
+    model = autoparallel.compile(plain.to(DEVICE), mesh, plan="fsdp", **options)
+    eager.to(DEVICE)
+    largest = 0.0
+    for step, length in enumerate(lengths):
+        x = numbers(4, length, 8, seed=step)
+        outputs = model(x), eager(x)
+        for out in outputs:
+            out.square().sum().backward()
+        largest = max(largest, (outputs[0] - outputs[1]).abs().max().item())
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        largest = max(largest, (ours.grad.full_tensor() - theirs.grad).abs().max().item())  # type: ignore[union-attr]
+    return len(model._kinds), largest
+
+
+@pytest.mark.parametrize(
+    ("make", "most"), [(Rotary, 5), (Growing, 3), (Positions, 4)], ids=["of the call before", "longest", "its own size"]
+)
+def test_tables_by_length_need_a_few_traces(make: Any, most: int) -> None:
+    """Twice as many lengths need no more."""
+    lengths = (*LENGTHS, 8, 9, 11, 5, 13, 7, 14, 3)
+    few, wrong = run_distributed(_kinds, make, lengths, world_size=1)[0]
+    assert few <= most and wrong < 1e-9
+
+
+def test_a_counter_needs_a_trace_for_each_answer() -> None:
+    kinds, wrong = run_distributed(_kinds, Counting, (6,) * 20, world_size=1)[0]
+    assert kinds == 2 and wrong < 1e-9
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("make", [Counting, Growing])
+def test_compiled_by_inductor(make: Any) -> None:
+    lengths = (6, 6, 10, 4) if make is Growing else (6,) * 4
+    kinds, wrong = run_distributed(_kinds, make, lengths, backend="inductor", world_size=1)[0]
+    assert kinds <= 3 and wrong < 1e-9
+
+
+def test_a_plan_without_ranks_is_given_them() -> None:
+    planner = Planner(Growing().double(), Request((("dp", 2),), profile_for("cpu")))
+    captured, call = capture_given(planner, call_of((numbers(4, 12, 8, seed=0).cpu(),)))
+    assert {*captured.attributes} == {"longest", "table"} and len(call.specs) == 3
