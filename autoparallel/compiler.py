@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -104,6 +105,11 @@ class Compiler:
         self._lie_on(mesh, request)
         if settings.lent and not isinstance(request.plan, Plan):
             self.at_rest = dict.fromkeys(self.store.parameters, self._whole())
+
+    @property
+    def loss_fn(self) -> Callable[..., Any] | None:
+        """The user's loss function; None where the model makes its own."""
+        return self.request.loss_fn
 
     def _lie_on(self, mesh: DeviceMesh, request: Request) -> None:
         self.mesh, self.request = mesh, request.on(tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)))

@@ -143,7 +143,7 @@ def _weights(model: Any) -> list[Any]:
 
 
 @pytest.mark.wide
-@pytest.mark.slow_where(lambda mesh: mesh in ("dp_replicate", "dp_shard", "tp", "cp"))
+@pytest.mark.slow_where(lambda mesh: mesh in ("dp_replicate", "dp_shard", "tp", "cp", "dp_shard+tp"))
 @pytest.mark.parametrize("mesh", [*MESHES, *CONFIGS])
 def test_accelerate(mesh: str, tmp_path: Path) -> None:
     expected, parameters = _accelerate(None, str(tmp_path / "plain"))

@@ -356,6 +356,7 @@ def _compiled(chunks: int) -> tuple[list[Traffic], list[float], list[int]]:
 
 
 @pytest.mark.wide
+@pytest.mark.slow_where(lambda chunks: chunks == 1)
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_compiled_programs_are_counted_and_may_be_watched(chunks: int) -> None:
     for (first, *others), losses, products in run_distributed(_compiled, chunks, world_size=2, timeout=300.0):

@@ -13,7 +13,6 @@ from autoparallel._torch.export import keep_lines_of
 from autoparallel._torch.nn import laid_out_by_nobody
 from autoparallel.capture.caches import asks_for_cache, make_no_caches
 from autoparallel.capture.fake_inputs import FakeInputs
-from autoparallel.capture.python.changes import LOSS
 from autoparallel.capture.python.closures import Closures
 from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.refusals import require_dense, uncopied
@@ -21,6 +20,7 @@ from autoparallel.capture.training import Training
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.carried_attributes import without_attributes
 from autoparallel.graph.plain_tensors import (
+    LOSS,
     REPLACED,
     is_attribute,
     make_buffer,

@@ -20,6 +20,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoparallel.graph.python_state import is_data
 
+LOSS = "the loss function"
+"""The path of the loss function, beside those of a model's modules."""
+
 REPLACED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """What ``compile()`` has put in the place of a plain parameter, which the model may hold in a list of its own, too."""
 
@@ -175,15 +178,20 @@ def tensor_at(model: nn.Module, name: str) -> torch.Tensor:
     return value
 
 
-def holder_of(model: nn.Module, path: str) -> Any:
-    """A module of a model, or an object that one holds, by its path. Raises AttributeError where there is none."""
-    return attrgetter(path)(model) if path else model
+def holder_of(model: nn.Module, path: str, loss_fn: Any = None) -> Any:
+    """A module of a model, or of its loss function, or an object that one holds, by its path.
+
+    Raises AttributeError where there is none.
+    """
+    holder, _, rest = path.partition(".")
+    root, path = (loss_fn, rest) if holder == LOSS else (model, path)
+    return attrgetter(path)(root) if path else root
 
 
-def attribute_at(model: nn.Module, label: str) -> Any:
-    """What an attribute of a module, or of an object that one holds, is now; None where it is gone."""
+def attribute_at(model: nn.Module, label: str, loss_fn: Any = None) -> Any:
+    """What an attribute of such a holder is now; None where it is gone."""
     path, _, name = label.rpartition(".")
-    return getattr(holder_of(model, path), name, None)
+    return getattr(holder_of(model, path, loss_fn), name, None)
 
 
 def rebind(model: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -92,7 +92,7 @@ def capture_given(planner: Planner, call: Call) -> tuple[Captured, Call]:
     except ChangesAttributesError as error:
         if CARRIED in pytree.tree_unflatten(call.specs, call.in_spec)[1]:
             raise
-        attributes = {label: attribute_at(planner.model, label) for label in error.values}
+        attributes = {x: attribute_at(planner.model, x, planner.request.loss_fn) for x in error.values}
     args, kwargs = pytree.tree_unflatten(call.specs, call.in_spec)
     in_spec = pytree.tree_structure((args, {**kwargs, CARRIED: as_argument(attributes)}))
     more = describe_attributes(attributes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from autoparallel.hardware import profile_for
 from autoparallel.planner.draft import call_of, capture_given
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.request.request import Request
-from tests.capture.programs.changing_attributes import LENGTHS, Growing, Positions, Rotary
+from tests.capture.programs.changing_attributes import LENGTHS, Annealed, Growing, Positions, Rotary
 from tests.capture.runner import numbers
 from tests.devices import DEVICE
 from tests.distributed import run_distributed
@@ -66,6 +67,22 @@ def test_tables_by_length_need_a_few_traces(make: Any, most: int) -> None:
 def test_a_counter_needs_a_trace_for_each_answer() -> None:
     kinds, wrong = run_distributed(_kinds, Counting, (6,) * 20, world_size=1)[0]
     assert kinds == 2 and wrong < 1e-9
+
+
+def _with_a_loss_that_counts() -> tuple[int, list[float]]:
+    loss_fn, plain = Annealed(), nn.Linear(8, 8, dtype=torch.float64)
+    model = autoparallel.compile(plain.to(DEVICE), loss_fn=loss_fn)
+    x = numbers(4, 8, seed=0)
+    losses = [float(model(x, x)), float(model(x, x))]
+    model(x)  # without a target there is no loss
+    losses += [float(model(x, x)) for _ in range(3)]
+    return loss_fn.steps, losses
+
+
+def test_a_loss_function_counts_where_it_runs() -> None:
+    steps, losses = run_distributed(_with_a_loss_that_counts, world_size=1)[0]
+    differences = [b - a for a, b in itertools.pairwise(losses)]
+    assert steps == 5 and differences == pytest.approx([differences[0]] * 3 + [0.0]) and differences[0] > 0
 
 
 @pytest.mark.wide

@@ -2,7 +2,7 @@
 
 A program's verdict is "equal" (outputs, loss, gradients, parameters, buffers, attributes and logs of three steps agree
 to 1e-9), or, where the table says so, "refused" with the line and the cure; see ``runner.py``. By default every eighth
-program runs on one rank; in the wider tier a third does, and some on two; the slow ones are all others.
+program runs on one rank; in the wider tier a quarter does, and some on two; the slow ones are all others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.distributed import run_distributed
 PER_CALL = 13
 PROGRAMS = programs()
 QUICK = {p.name for p in PROGRAMS[::8]}
-LONG = {p.name for p in PROGRAMS} - {p.name for p in PROGRAMS[2::3]} - QUICK
+LONG = {p.name for p in PROGRAMS} - {p.name for p in PROGRAMS[2::4]} - QUICK
 ON_TWO_RANKS = [p.name for p in chosen()]
 COUNT = -(-len(ON_TWO_RANKS) // PER_CALL)
 PARTS = [ON_TWO_RANKS[i::COUNT] for i in range(COUNT)]  # each of all subjects

@@ -66,6 +66,7 @@ def test_what_the_hardware_has_is_the_limit_unless_told() -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.slow_where(lambda profile: profile is CPU)
 @pytest.mark.parametrize("profile", [CPU, replace(CPU, overlap=1.0)], ids=["nothing hides", "all hides"])
 def test_no_preset_is_faster_than_auto_within_the_same_limit(profile: Profile) -> None:
     limit = 0.6 * _draft(None, profile=profile).prediction.total_memory

@@ -13,9 +13,6 @@ from autoparallel.capture.python.watched import may_leave
 from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.python_state import MISSING, is_plain
 
-LOSS = "loss_fn"
-"""The path of the loss function among the modules of what is traced."""
-
 IN_THE_MODEL = "keep what changes in the model, as a registered buffer"
 """What to change in a loss function."""
 

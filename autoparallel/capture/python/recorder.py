@@ -20,7 +20,6 @@ from torch import fx, nn
 
 from autoparallel.capture.python.changes import (
     IN_THE_MODEL,
-    LOSS,
     StateChangedError,
     Written,
     advice_on,
@@ -34,7 +33,7 @@ from autoparallel.graph.captured import CaptureError, refusal, refused_draw
 from autoparallel.graph.carried_attributes import ChangesAttributesError, may_be_carried
 from autoparallel.graph.generators import GENERATORS, set_state, state_of
 from autoparallel.graph.lines import line_of_frame
-from autoparallel.graph.plain_tensors import holder_of
+from autoparallel.graph.plain_tensors import LOSS, holder_of
 from autoparallel.graph.python_state import (
     LIBRARIES,
     MISSING,
@@ -70,7 +69,7 @@ class Recorder:
         loss: tuple[nn.Module, nn.Module] | None,
         constants: Mapping[str, torch.Tensor],
     ) -> None:
-        self._model, self._memo = model, memo
+        self._model, self._loss, self._memo = model, None if loss is None else loss[0], memo
         self._trained = trained
         self._refusal: CaptureError | None = None
         self._constants, self._versions = constants, dict[str, int]()
@@ -136,7 +135,8 @@ class Recorder:
         try:
             for label, value in attributes.items():
                 path, _, name = label.rpartition(".")
-                holders[path].carry(name, value)
+                if path in holders:  # a call without a target has no loss function
+                    holders[path].carry(name, value)
             yield
         finally:
             for watched in holders.values():
@@ -333,7 +333,7 @@ class Recorder:
             if name not in vars(watched.original):
                 del table[name]
             return
-        if watched.path.partition(".")[0] == LOSS or not self._is_reached(watched):
+        if not self._is_reached(watched):
             raise refusal(
                 f"a call sets {label}, an attribute of a {type(watched.original).__name__},",
                 line,
@@ -350,8 +350,7 @@ class Recorder:
     def _note_change(self, watched: Watched, name: str, before: Any, now: Any, refused: CaptureError) -> None:
         """Notes that a call changes what it reads; raises where that cannot be given to it (see
         ``graph.carried_attributes``)."""
-        is_ours = watched.path.partition(".")[0] != LOSS and self._is_reached(watched)
-        if not is_ours or not (may_be_carried(before) and may_be_carried(now)):
+        if not self._is_reached(watched) or not (may_be_carried(before) and may_be_carried(now)):
             raise refused
         self._changes[watched.label(name)] = now, refused
 
@@ -389,7 +388,7 @@ class Recorder:
     def _is_reached(self, watched: Watched) -> bool:
         """Whether an object is a module, or an attribute of one."""
         try:
-            return holder_of(self._model, watched.path) is watched.original
+            return holder_of(self._model, watched.path, self._loss) is watched.original
         except AttributeError:
             return False
 
@@ -402,7 +401,7 @@ class Recorder:
         if now is before:
             return
         if watched.path.partition(".")[0] == LOSS:
-            raise refusal(f"the loss function replaces {label}", line, IN_THE_MODEL)
+            raise refusal(f"a call replaces the buffer {label}", line, IN_THE_MODEL)
         if kind != "_buffers":
             what = "parameter" if kind == "_parameters" else "module"
             raise refusal(f"a call replaces the {what} {label}", line, "do so outside of forward")

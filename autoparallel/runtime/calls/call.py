@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -23,7 +22,7 @@ from autoparallel.graph.lines import place_of_error
 from autoparallel.graph.nesting import unflatten
 from autoparallel.graph.plain_tensors import holder_of, rebind, tensor_at
 from autoparallel.operators import RandomState
-from autoparallel.runtime.calls.kinds import Kind, Kinds, ReadCall
+from autoparallel.runtime.calls.kinds import Kind, KindMaker, Kinds, ReadCall
 from autoparallel.runtime.gradients.accumulation import Weight, expected_count
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.programs.microbatches import NotKept
@@ -56,7 +55,7 @@ def run_call(kinds: Kinds, plain: nn.Module, read: ReadCall, args: Sequence[Any]
             results = kind.runner.run(call, STREAM.draw(kinds.exchange.place) if draws else RandomState(0, 0))
             settle(store.prefix)
             kinds.calls += call.is_training
-            return _deliver(kind, results, call, plain, buffers, store, kinds.maker.mesh, (args, kwargs))
+            return _deliver(kind, results, call, plain, buffers, store, kinds.maker, (args, kwargs))
         except BaseException as error:
             note_raised(error)
             if place := place_of_error(error):
@@ -93,7 +92,7 @@ def _deliver(
     plain: nn.Module,
     buffers: Sequence[torch.Tensor],
     store: GradientStore,
-    mesh: DeviceMesh,
+    maker: KindMaker,
     arguments: tuple[Sequence[Any], dict[str, Any]],
 ) -> Any:
     """Writes mutated buffers back and gives the outputs their outer form."""
@@ -120,7 +119,7 @@ def _deliver(
         placements, layout = kind.runner.specs[i]
         if any(p.kind == "S" for p in layout):  # it stays as it lies over the mesh
             local = values[i] if values[i].requires_grad else values[i].contiguous()
-            values[i] = DTensor.from_local(local, mesh, placements, run_check=False)
+            values[i] = DTensor.from_local(local, maker.mesh, placements, run_check=False)
     sizes = sizes_of(captured, call.specs) if captured.returns_sizes else {}
     for name, (spec, parts) in captured.attributes.items():
         value = pytree.tree_unflatten([leaf_value(leaf, values, sizes) for leaf in parts], spec)
@@ -128,7 +127,7 @@ def _deliver(
             make_changes(value, *arguments)
             continue
         path, _, attribute = name.rpartition(".")
-        setattr(holder_of(plain, path), attribute, value)
+        setattr(holder_of(plain, path, maker.loss_fn), attribute, value)
     leaves = [leaf_value(leaf, values, sizes) for leaf in captured.outputs]
     outputs = (unflatten if captured.returns_fields else pytree.tree_unflatten)(leaves, captured.output_spec)
     return release(outputs, call.caches) if captured.returns_caches else outputs

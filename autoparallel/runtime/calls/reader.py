@@ -107,7 +107,7 @@ class CallReader:
         carried: dict[str, Any] = {}
         problem: str | None = None
         for label in self.kinds.carried:
-            value = attribute_at(self.plain, label)
+            value = attribute_at(self.plain, label, self.kinds.maker.loss_fn)
             if not (is_plain(value) or may_be_carried(value)) or isinstance(value, DTensor):
                 problem = (
                     f"{label} is a {type(value).__name__}, and calls have changed it as a number or a plain tensor"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.capture.programs.inplace import Two
-from tests.capture.programs.loops import finish
+from tests.capture.programs.loops import finish, net
 from tests.capture.registry import loop, program
 from tests.capture.runner import Run, numbers, sgd
 
@@ -235,6 +235,34 @@ def counts_in_an_object(run: Run) -> None:
             return self.b(self.a(x)) / self.schedule.step
 
     over_lengths(run, Counting(), (6,) * 5)
+
+
+class Annealed(nn.Module):
+    """A loss whose second part comes slowly, and that keeps its parts to be logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.criterion, self.part = 0, nn.MSELoss(), torch.zeros(())
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.steps += 1
+        loss = self.criterion(output, target)
+        self.part = loss.detach()
+        return loss + min(1.0, self.steps / 4) * output.square().mean()
+
+
+@loop(ranks=True)
+def loss_that_counts(run: Run) -> None:
+    loss_fn = Annealed()
+    model = run.compile(net().double(), loss_fn)
+    optimizer = sgd(model)
+    for step in range(6):
+        x = numbers(4, 8, seed=step)
+        loss = model(x, x.flip(0))
+        run.note("loss", loss)
+        run.note("parts", (loss_fn.steps, loss_fn.part))
+        loss.backward()
+        finish(run, model, optimizer)
 
 
 @loop()
