@@ -34,6 +34,7 @@ class Call:
             buffers that are one tensor.
         autocast: the dtype of ``torch.autocast`` around it; None outside.
         caches: the caches of generation that are handed in, which become what the call makes of them.
+        attributes: how many of its last leaves are attributes of the model (see ``graph.carried_attributes``).
     """
 
     leaves: tuple[Any, ...]
@@ -49,6 +50,7 @@ class Call:
     structure: int = 0
     autocast: torch.dtype | None = None
     caches: tuple[Any, ...] = field(default=(), compare=False)
+    attributes: int = 0
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:

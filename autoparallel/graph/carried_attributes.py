@@ -9,7 +9,7 @@ After:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,9 +73,10 @@ def without_attributes(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     """The keyword arguments of a call, and the attributes that stand behind them, by label."""
     arguments = dict(kwargs)
     numbers, others = arguments.pop(CARRIED, ({}, {}))
-    return arguments, {label: _number_of(x) for label, x in numbers.items()} | others
+    return arguments, {label: number_of(x.shape) for label, x in numbers.items()} | others
 
 
-def _number_of(x: torch.Tensor) -> int:
-    over, under = x.shape
+def number_of(shape: Sequence[int]) -> int:
+    """The number that a tensor of this shape stands for."""
+    over, under = shape
     return over - _LEAST if isinstance(over, torch.SymInt) or over else _LEAST - under

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoparallel.graph.python_state import is_data
+from autoparallel.graph.python_state import MISSING, is_data
 
 LOSS = "the loss function"
 """The path of the loss function, beside those of a model's modules."""
@@ -189,9 +189,9 @@ def holder_of(model: nn.Module, path: str, loss_fn: Any = None) -> Any:
 
 
 def attribute_at(model: nn.Module, label: str, loss_fn: Any = None) -> Any:
-    """What an attribute of such a holder is now; None where it is gone."""
+    """What an attribute of such a holder is now; ``MISSING`` where it is gone."""
     path, _, name = label.rpartition(".")
-    return getattr(holder_of(model, path, loss_fn), name, None)
+    return getattr(holder_of(model, path, loss_fn), name, MISSING)
 
 
 def rebind(model: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -173,7 +173,7 @@ class Exchange:
             return bytes(32)
         plain = [
             leaf
-            for leaf, layout in zip(call.leaves, call.layouts, strict=True)
+            for leaf, layout in zip(call.leaves[: len(call.leaves) - call.attributes], call.layouts, strict=False)
             if layout is None and isinstance(leaf, torch.Tensor)
         ]
         return digest(*[tensor_digest(x if whole else self._sample(x)) for x in plain])

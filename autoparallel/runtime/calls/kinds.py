@@ -32,9 +32,9 @@ from autoparallel.graph.calls import (
     without_numbers,
 )
 from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec
-from autoparallel.graph.carried_attributes import ChangesAttributesError, describe_attributes
+from autoparallel.graph.carried_attributes import CARRIED, ChangesAttributesError, describe_attributes, number_of
 from autoparallel.graph.python_state import OF_INPUTS, PythonState
-from autoparallel.placements import format_layout
+from autoparallel.placements import Layout, format_layout
 from autoparallel.plan import Plan
 from autoparallel.runtime.calls.exchange import CHECKED_CALLS, Exchange
 from autoparallel.runtime.gradients.store import GradientStore
@@ -224,13 +224,7 @@ class Kinds:
         modes += [f"under autocast to {call.autocast}"] * (call.autocast is not None)
         modes += [f"{trained} of {count} parameters trained"] * (trained < count)
         places = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(len(call.specs)), call.in_spec))[0]
-        names = [pytree.keystr(path[2:] if path[0] == pytree.SequenceKey(0) else path[1:]) for path, _ in places]
-        inputs = [
-            f"{f'{name} ' * bool(name)}{s.shape} {s.dtype}{f' DTensor {format_layout(layout)}' if layout else ''}"
-            if isinstance(s, InputSpec)
-            else repr(s)
-            for name, s, layout in zip(names, call.specs, call.layouts, strict=True)
-        ]
+        inputs = [_describe_input(path, *x) for (path, _), *x in zip(places, call.specs, call.layouts, strict=True)]
         return f"{', '.join(modes)}, inputs {', '.join(inputs)}; {len(self._kinds)} kinds of calls so far"
 
     # -- which kind -------------------------------------------------------------------------------------------------
@@ -389,6 +383,20 @@ class Kinds:
             states[number:] = states[number:] or [PythonState()]
             states[number].merge(of_next)
             self._kinds.setdefault(replace(key, state=number), []).append(kind)
+
+
+def _describe_input(path: Sequence[Any], spec: InputSpec | Any, layout: Layout | None) -> str:
+    """One input of a call in words, with the name of an argument in a container, of a keyword, or of an attribute."""
+    name = (
+        path[-1].key
+        if pytree.MappingKey(CARRIED) in path
+        else pytree.keystr(tuple(path[2 if path[0].idx == 0 else 1 :]))
+    )
+    if isinstance(spec, InputSpec) and not spec.is_number:
+        return (
+            f"{f'{name} ' * bool(name)}{spec.shape} {spec.dtype}{f' DTensor {format_layout(layout)}' if layout else ''}"
+        )
+    return f"{name} {number_of(spec.shape)}" if isinstance(spec, InputSpec) else repr(spec)
 
 
 def _first_fitting(kinds: Sequence[Kind], call: Call) -> Kind | None:

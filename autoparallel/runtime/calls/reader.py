@@ -21,7 +21,7 @@ from autoparallel.graph.carried_attributes import CARRIED, as_argument, describe
 from autoparallel.graph.hooks import hooks_of
 from autoparallel.graph.nesting import flatten
 from autoparallel.graph.plain_tensors import attribute_at
-from autoparallel.graph.python_state import is_plain
+from autoparallel.graph.python_state import MISSING, is_plain
 from autoparallel.placements import Layout, from_dtensor_placements
 from autoparallel.runtime.calls.kinds import Kinds, submodules
 from autoparallel.runtime.parameters.state import slots
@@ -98,6 +98,7 @@ class CallReader:
         call = Call(
             tuple(local), tuple(specs), tuple(layouts), in_spec, batch, with_target, training, trainable,
             torch.is_grad_enabled(), hooks_of(modules), self.kinds.structure_of(modules), autocast, tuple(caches),
+            len(attributes),
         )  # fmt: skip
         return call, problem
 
@@ -109,8 +110,10 @@ class CallReader:
         for label in self.kinds.carried:
             value = attribute_at(self.plain, label, self.kinds.maker.loss_fn)
             if not (is_plain(value) or may_be_carried(value)) or isinstance(value, DTensor):
+                form = "gone" if value is MISSING else f"a {type(value).__name__}"
                 problem = (
-                    f"{label} is a {type(value).__name__}, and calls have changed it as a number or a plain tensor"
+                    f"{label} is {form}, and calls have changed it as a number or a plain tensor\n"
+                    "What to change: set it to one, without a gradient (x.detach())."
                 )
                 value = None
             elif isinstance(value, torch.Tensor) and not value.is_meta:
