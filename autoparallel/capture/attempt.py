@@ -217,6 +217,7 @@ class Attempt:
         captured.state = way.state
         captured.draws, captured.python_draws = way.draws, len(way.trace.drawn)
         captured.rebound = frozenset(self.copies.owners[name] for name in recorder.rebound)
+        captured.registered = dict(recorder.registered)
         fakes, parameters = self.copies.fakes, self.model.named_parameters()
         captured.rest_dtypes = {name: p.dtype for name, p in parameters if fakes[id(p)].dtype != p.dtype}
         require_own_memory(captured, self.model)

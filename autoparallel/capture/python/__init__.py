@@ -1,7 +1,7 @@
 """What a model reads and writes of Python's while it is traced.
 
 - ``recorder``: records what a copy of the model reads and writes of its attributes, of each object in ``watched``;
-  ``changes``: what becomes of what a call changes;
+  ``changes``: what becomes of what a call changes; ``reads``: what its trace depends on;
   ``observed_classes`` tell it, and ``containers`` are what it compares.
 - ``closures``: functions and weak references that a model holds, and that reach into it.
 - ``globals_read``: finds the globals and closures that functions read, and draws of Python's and numpy's generators;

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from autoparallel.capture.python.changes import (
     IN_THE_MODEL,
@@ -28,6 +28,7 @@ from autoparallel.capture.python.changes import (
 )
 from autoparallel.capture.python.containers import BY_VALUE, entries_of, flat, holds, holds_the_same, is_same, refill
 from autoparallel.capture.python.observed_classes import observe, release, written_to
+from autoparallel.capture.python.reads import note_read, note_read_of_class
 from autoparallel.capture.python.watched import INTERNAL, TABLES, Watched
 from autoparallel.graph.captured import CaptureError, refusal, refused_draw
 from autoparallel.graph.carried_attributes import ChangesAttributesError, may_be_carried
@@ -58,6 +59,8 @@ class Recorder:
     Attributes:
         held: the lists, dicts, sets and others that the copy holds.
         written: the attributes that the last run has set, by label.
+        rebound: the buffers that it has bound to other tensors.
+        registered: the buffers that were not there before, by label, and whether they belong to the state dict.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Recorder:
         self._refusal: CaptureError | None = None
         self._constants, self._versions = constants, dict[str, int]()
         self.rebound: set[str] = set()
+        self.registered: dict[str, bool] = {}
         self.written: dict[str, Written] = {}
         self._class_reads: set[tuple[type, str]] = set()
         self._changes: dict[str, tuple[Any, CaptureError]] = {}
@@ -315,7 +319,7 @@ class Recorder:
                 table["_buffers"][name] = table.pop(name)
             for tensors in TABLES:
                 if name in table[tensors] or name in watched.tables[tensors]:
-                    self._take_registered(watched, tensors, name, line)
+                    self._take_registered(watched, tensors, name, line, written)
                     return
         now = table.get(name, MISSING)
         if is_same(self._twin(before), now):
@@ -392,8 +396,9 @@ class Recorder:
         except AttributeError:
             return False
 
-    def _take_registered(self, watched: Watched, kind: str, name: str, line: str) -> None:
-        """A buffer that is bound to a new tensor becomes one that is changed in place; all else is refused."""
+    def _take_registered(self, watched: Watched, kind: str, name: str, line: str, written: dict[str, Any]) -> None:
+        """A buffer that is bound to a new tensor becomes one that is changed in place, and one that was empty, or not
+        there, leaves the program; all else is refused."""
         label = watched.label(name)
         before = watched.tables[kind].get(name)
         table = vars(watched.copy)[kind]
@@ -405,6 +410,17 @@ class Recorder:
         if kind != "_buffers":
             what = "parameter" if kind == "_parameters" else "module"
             raise refusal(f"a call replaces the {what} {label}", line, "do so outside of forward")
+        if isinstance(now, torch.Tensor) and not now.requires_grad and before is None:
+            written[label] = now
+            self.written[label] = Written(vars(watched.original), name, now, fills=True)
+            fleeting = vars(watched.copy)["_non_persistent_buffers_set"]
+            if name in watched.tables[kind]:
+                table[name] = None
+            else:
+                self.registered[label] = name not in fleeting
+                del table[name]
+                fleeting.discard(name)
+            return
         if not isinstance(now, torch.Tensor) or not isinstance(before, torch.Tensor):
             raise refusal(
                 f"a call sets the buffer {label} from {shown(before)} to {shown(now)}",
@@ -457,52 +473,13 @@ class Recorder:
         state = PythonState()
         for watched in self._watched.values():
             for name in sorted(watched.reads):
-                self._note(state, watched, name)
+                note_read(state, watched, name)
         for cls, name in sorted(self._class_reads, key=str):
-            _note_of_class(state, cls, name)
+            note_read_of_class(state, cls, name)
         return state
-
-    def _note(self, state: PythonState, watched: Watched, name: str) -> None:
-        owner, label = watched.original, watched.label(name)
-        table = vars(owner)
-        if isinstance(owner, nn.Module) and name not in table:
-            if name in table["_buffers"]:
-                state.watch(label, _tensor_reader(table["_buffers"], name), (id(table), name))
-                return
-            if name in table["_parameters"] or name in table["_modules"]:
-                return  # a kind of call depends on which there are, whether they are read or not
-        is_tensor = isinstance(table.get(name), torch.Tensor) and not hasattr(type(owner), name)
-        if is_tensor and isinstance(owner, nn.Module):  # the program reads it; of other objects it holds the tensor
-            state.watch(label, _tensor_reader(table, name), (id(table), name))
-        elif name in slots_of(owner):
-            state.watch(label, partial(getattr, owner, name, MISSING), (id(table), name))
-        elif name in table or not hasattr(type(owner), name):
-            state.add(label, table, name)
-        else:  # an attribute of the class, until the object has one of this name
-            state.add(label, table, name)
-            if isinstance(owner, fx.GraphModule) and name == "forward":  # a copy makes the class's function anew
-                state.add(watched.label("code"), table, "_code")
-            else:
-                _note_of_class(state, type(owner), name)
-
-
-def _note_of_class(state: PythonState, cls: type, name: str) -> None:
-    """Notes an attribute of a class, which is one of the classes that it is derived from."""
-    cls = next((c for c in cls.__mro__ if name in vars(c)), cls)
-    state.add(f"{cls.__module__}.{cls.__qualname__}.{name}", vars(cls), name, owner=cls)
 
 
 def _is_bookkeeping(module: Any) -> bool:
     """Whether code is that of transformers, which installs hooks of its own when a model is first called and notes that
     it has, or of torch, whose recurrent layers list their weights: every copy does so anew."""
     return str(module).partition(".")[0] in ("torch", "transformers")
-
-
-def _tensor_reader(table: Mapping[str, Any], name: str) -> Callable[[], Any]:
-    """Reads what a program must know of a tensor whose values it reads when it runs."""
-
-    def read() -> Any:
-        value = table.get(name)
-        return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
-
-    return read

@@ -127,7 +127,11 @@ def _deliver(
             make_changes(value, *arguments)
             continue
         path, _, attribute = name.rpartition(".")
-        setattr(holder_of(plain, path, maker.loss_fn), attribute, value)
+        holder = holder_of(plain, path, maker.loss_fn)
+        if name in captured.registered and attribute not in holder._buffers:
+            holder.register_buffer(attribute, value, captured.registered[name])
+        else:
+            setattr(holder, attribute, value)
     leaves = [leaf_value(leaf, values, sizes) for leaf in captured.outputs]
     outputs = (unflatten if captured.returns_fields else pytree.tree_unflatten)(leaves, captured.output_spec)
     return release(outputs, call.caches) if captured.returns_caches else outputs

@@ -87,6 +87,43 @@ def table_of_the_longest(run: Run) -> None:
     over_lengths(run, Growing())
 
 
+@loop(ranks=True)
+def mask_that_is_registered_empty(run: Run) -> None:
+    class Masked(Two):
+        mask: Tensor | None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", None, persistent=False)
+
+        def causal(self, x: Tensor) -> Tensor:
+            n = x.shape[1]
+            if self.mask is not None and self.mask.shape[-1] >= n:
+                return self.mask[:n, :n]
+            mask = torch.ones((n, n), dtype=torch.bool, device=x.device).triu(1)
+            self.register_buffer("mask", mask, persistent=False)
+            return mask
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.a(x) @ x.transpose(1, 2)
+            return self.b(scores.masked_fill(self.causal(x), -torch.inf).softmax(-1) @ x)
+
+    over_lengths(run, Masked())
+
+
+@loop(ranks=True)
+def table_that_the_first_call_registers(run: Run) -> None:
+    """As a part of the state dict."""
+
+    class Registering(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "table") or self.table.shape[0] != x.shape[1]:
+                self.register_buffer("table", angles(x.shape[1], x).cos())
+            return self.b(self.a(x) * self.table)
+
+    over_lengths(run, Registering())
+
+
 class Positions(Two):
     """A plain table, whose own size tells whether it is long enough."""
 

@@ -1,0 +1,54 @@
+"""What a run of a copy has read of its attributes, as the state of Python that its trace depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autoparallel.capture.python.watched import Watched
+from autoparallel.graph.python_state import MISSING, PythonState, slots_of
+
+
+def note_read(state: PythonState, watched: Watched, name: str) -> None:
+    """Notes an attribute that a run has read of an object before it was written."""
+    owner, label = watched.original, watched.label(name)
+    table = vars(owner)
+    if isinstance(owner, nn.Module) and name not in table:
+        if name in table["_buffers"]:
+            state.watch(label, _tensor_reader(table["_buffers"], name), (id(table), name))
+            return
+        if name in table["_parameters"] or name in table["_modules"]:
+            return  # a kind of call depends on which there are, whether they are read or not
+    is_tensor = isinstance(table.get(name), torch.Tensor) and not hasattr(type(owner), name)
+    if is_tensor and isinstance(owner, nn.Module):  # the program reads it; of other objects it holds the tensor
+        state.watch(label, _tensor_reader(table, name), (id(table), name))
+    elif name in slots_of(owner):
+        state.watch(label, partial(getattr, owner, name, MISSING), (id(table), name))
+    elif name in table or not hasattr(type(owner), name):
+        state.add(label, table, name)
+    else:  # an attribute of the class, until the object has one of this name
+        state.add(label, table, name)
+        if isinstance(owner, fx.GraphModule) and name == "forward":  # a copy makes the class's function anew
+            state.add(watched.label("code"), table, "_code")
+        else:
+            note_read_of_class(state, type(owner), name)
+
+
+def note_read_of_class(state: PythonState, cls: type, name: str) -> None:
+    """Notes an attribute of a class, which is one of the classes that it is derived from."""
+    cls = next((c for c in cls.__mro__ if name in vars(c)), cls)
+    state.add(f"{cls.__module__}.{cls.__qualname__}.{name}", vars(cls), name, owner=cls)
+
+
+def _tensor_reader(table: Mapping[str, Any], name: str) -> Callable[[], Any]:
+    """Reads what a program must know of a tensor whose values it reads when it runs."""
+
+    def read() -> Any:
+        value = table.get(name)
+        return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+
+    return read
