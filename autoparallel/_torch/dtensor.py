@@ -85,6 +85,12 @@ def handle_assignments(assign: Callable[[Callable[..., None], DTensor, torch.Ten
     DTensor.data = property(data.__get__, partial(assign, data.__set__))  # type: ignore[assignment]
 
 
+def set_methods(**methods: Callable[..., Any]) -> None:
+    """Gives ``DTensor`` methods in the place of those that it inherits from plain tensors."""
+    for name, method in methods.items():
+        setattr(DTensor, name, method)
+
+
 def become(tensor: DTensor, other: DTensor) -> None:
     """Has a ``DTensor`` lie as another of its shape does, and share its memory."""
     tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
@@ -154,6 +160,23 @@ def random_operators() -> list[Any]:
 def list_operators() -> list[Any]:
     """The operators on lists of tensors."""
     return operators_of(name for name in _names() if name.startswith("_foreach_"))
+
+
+def operators_on_several() -> list[Any]:
+    """The operators that make a tensor, or tell whether something holds, of several tensors, and write to none, but for
+    those on lists."""
+    names = [name for name in _names() if not name.startswith("_foreach_") and name not in _OF_FORM_ALONE]
+    return [operator for operator in operators_of(names) if _takes_several(operator._schema)]
+
+
+_OF_FORM_ALONE = ("is_same_size", "is_set_to", "result_type", "can_cast")
+
+
+def _takes_several(schema: torch._C.FunctionSchema) -> bool:
+    operands = [argument for argument in schema.arguments if "Tensor" in str(argument.type)]
+    is_written = any(argument.alias_info is not None for argument in operands)
+    results = {str(result.type) for result in schema.returns}
+    return len(operands) > 1 and not is_written and bool(results) and results <= {"Tensor", "bool"}
 
 
 def names_in_place() -> list[str]:

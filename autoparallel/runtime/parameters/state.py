@@ -188,7 +188,7 @@ def note_parameters(owner: object, parameters: Mapping[str, nn.Parameter]) -> No
     _TRAINED[owner] = parameters
 
 
-def shares_parameter(tensor: torch.Tensor, target: torch.Tensor) -> bool:
+def shares_parameter(tensor: torch.Tensor, target: torch.Tensor | None) -> bool:
     """Whether a ``DTensor`` is, or lies in the memory of, a parameter of a compiled model other than ``target``."""
     local = _torch.dtensor.local_of(tensor)
     if not isinstance(tensor, nn.Parameter) and _torch.tensors.count_references(local) == 1:

@@ -7,9 +7,6 @@ dropped, and a rank of another stage draws nothing, so that ranks draw apart eve
 moved to a place, so here every rank draws for the whole tensor, as one process would, and keeps its part.  Ranks must
 be seeded alike.
 
-[Note: numbers of a DTensor] ``p.grad.norm().item()`` is a sum over the ranks, and ``if rank == 0: print(...)`` of it
-would wait for the others until the process group gives up.  So the ranks show each other first that they read one.
-
 [Note: lists of DTensors] Torch runs an operator on lists, such as ``torch._foreach_lerp_``, on the mesh of their first
 tensor, and takes no list that holds plain tensors, too: buffers, or a parameter beside the model's.  The stages of a
 pipeline are several meshes: on the ranks of all others nothing would happen, without a word.  What is made of one
@@ -35,8 +32,10 @@ from autoparallel.runtime.parameters.parts import note_changes, origin_of, repli
 from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere, local_view, part_like
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
 from autoparallel.runtime.ranks.files import watch_files
-from autoparallel.runtime.ranks.stages import is_any_stage, meet, require_here
-from autoparallel.runtime.ranks.writes import OF_COPIES, is_summed, keep, keep_kinds, plain_number, watch_writes
+from autoparallel.runtime.ranks.mixed import watch_operands
+from autoparallel.runtime.ranks.stages import is_any_stage, require_here
+from autoparallel.runtime.ranks.values import watch_values
+from autoparallel.runtime.ranks.writes import is_summed, keep, keep_kinds, watch_writes
 
 _ATEN = torch.ops.aten
 _FILLED = ("exponential_", "geometric_", "cauchy_", "log_normal_", "random_")
@@ -53,17 +52,17 @@ _TURNED = ("t_", "transpose_", "swapaxes_", "swapdims_")
 
 @cache  # once, for it wraps the functions of nn.init that there are
 def handle_operators(device: str) -> None:
-    """Has random operators and ``.item()`` of ``DTensor``s do what one process does; ``device`` is the mesh's kind."""
+    """Has operators on ``DTensor``s, and what Python reads of them, be those of one process; ``device`` is the kind of
+    the mesh's."""
     if device == "cpu" and not torch.accelerator.is_available():
         drawn = [*_torch.dtensor.random_operators(), *_torch.dtensor.operators_of(_FILLED)]
         _torch.dtensor.handle_operators(drawn, draw_whole)
         _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_SAMPLED), sample_whole)
         setattr(*_torch.nn.TRUNCATED_NORMAL, drawn_whole(getattr(*_torch.nn.TRUNCATED_NORMAL)))
     setattr(*_torch.nn.ORTHOGONAL, drawn_whole(getattr(*_torch.nn.ORTHOGONAL)))
-    _torch.dtensor.handle_operators([torch.ops.aten._local_scalar_dense.default], whole_number)
+    watch_values()
     watch_writes()
     watch_files()
-    watch_numbers()
     _torch.dtensor.handle_operators((_ATEN.eye.out, _ATEN.eye.m_out), fill_whole)
     _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_TURNED), refuse_turning)
     watch_strides()
@@ -72,11 +71,22 @@ def handle_operators(device: str) -> None:
     _torch.dtensor.handle_operators([_ATEN.stack.default], on_stack)
     _torch.dtensor.handle_operators([_ATEN.cat.default], on_cat)
     _torch.dtensor.handle_operators([_ATEN._cudnn_rnn_flatten_weight.default], leave_apart)
+    _torch.dtensor.handle_first((_ATEN.argmax.default, _ATEN.argmin.default), count_from_first)
+    watch_operands()
 
 
 def leave_apart(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Leaves the weights of a recurrent layer where they are: cuDNN wants them side by side, and copies others."""
     return args[0][0]
+
+
+def count_from_first(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Where the largest values of a ``DTensor`` are; torch fails at a dim that is counted from the last one, where all
+    others before it are of size 1."""
+    tensor, *rest = args
+    if rest and rest[0] is not None and rest[0] < 0:
+        rest[0] += tensor.ndim
+    return _torch.dtensor.carry_out(earlier, operator, (tensor, *rest), kwargs)
 
 
 def draw_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -186,41 +196,6 @@ def refuse_turning(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 @cache
-def watch_numbers() -> None:
-    """Has a plain loss and numbers of ``DTensor``s (``loss + 0.01 * p.square().sum()``) get gradients of their kind."""
-    _torch.dtensor.handle_first(_JOINING, join)
-
-
-_JOINING = (_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor)
-
-
-def join(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator makes of two operands, of which one may be a plain number, which torch takes for one that all
-    ranks have; numbers of several stages of a pipeline are brought together.
-
-    Raises:
-        RuntimeError: for more than a number, saying what to write instead.
-    """
-    plain = [x for x in args if isinstance(x, Tensor) and not isinstance(x, DTensor)]
-    if together := meet(operator, args, kwargs):
-        keep_kinds(args)
-        args, kwargs = together
-    if not plain:
-        return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
-    keep_kinds(plain)
-    try:
-        return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
-    except RuntimeError as error:
-        raise RuntimeError(f"{error}\n{_MIXED}") from error
-
-
-_MIXED = (
-    "What to change: x.full_tensor(), on every rank, is the plain tensor of a parameter, a gradient or an output "
-    f'(compile(outputs="gather") returns outputs so); {OF_COPIES}'
-)
-
-
-@cache
 def watch_summands() -> None:
     """Has autograd add the gradient of a term beside the model (``0.01 * p.square().sum()``), which lies as ``p``, to
     what is still a summand: from the first one on that is kept."""
@@ -254,11 +229,6 @@ def _as_summand(value: DTensor, summand: DTensor) -> DTensor:
     layout = from_dtensor_placements(tuple(Replicate() if q.is_partial() else q for _, q in pairs))
     part = local_view(whole, layout, mesh)
     return _torch.dtensor.from_part(part.contiguous(), mesh, tuple(summand.placements), value.shape)
-
-
-def whole_number(operator: Any, args: Sequence[Any], _: Mapping[str, Any]) -> Any:
-    """The number that a ``DTensor`` holds (see [Note: numbers of a DTensor])."""
-    return operator(plain_number(args[0]))
 
 
 def on_lists(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -35,6 +35,7 @@ from autoparallel.runtime.parameters.slices import lies_elsewhere, share_of
 from autoparallel.runtime.parameters.state import shares_parameter
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
 from autoparallel.runtime.ranks.stages import as_gradient, everywhere, meet
+from autoparallel.runtime.ranks.values import plain_values
 
 _ATEN = torch.ops.aten
 _VIEWS = (
@@ -147,7 +148,7 @@ def _write_plain(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             f"p.full_tensor(), on every rank, gives a plain one; {OF_COPIES}"
         )
     keep_kinds((args, kwargs))
-    rest, named = pytree.tree_map_only(DTensor, lambda x: plain_number(everywhere(x)), rest)
+    rest, named = pytree.tree_map_only(DTensor, lambda x: plain_values(everywhere(x)), rest)
     return operator(args[0], *rest, **named)
 
 
@@ -167,28 +168,6 @@ _KEPT: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def _to_plain(gradient: Tensor) -> Tensor:
     return everywhere(gradient).full_tensor() if isinstance(gradient, DTensor) else gradient
-
-
-def plain_number(value: DTensor) -> Tensor:
-    """The number that a ``DTensor`` holds, on all ranks of its mesh; torch would read this rank's summand.
-
-    Raises:
-        RankMismatchError: on every rank, where some do something else.
-        RuntimeError: where the number lies on other ranks.
-    """
-    if lies_elsewhere(value):
-        raise RuntimeError(
-            "a number of a tensor that lies on other ranks, such as p.norm().item() of another stage's parameter\n"
-            "What to change: read it where p.device_mesh.get_coordinate() is not None, or on all ranks from "
-            "model.full_parameters() and model.grad_norm(groups='parameter')."
-        )
-    if not all(p.is_replicate() for p in value.placements):
-        agree_on(
-            value.device_mesh,
-            "a number of a sharded tensor, such as p.grad.norm().item(), which is a sum over the ranks. What to "
-            "change: read it on every rank, and print it on one",
-        )
-    return _torch.dtensor.gather(value)
 
 
 def read_whole(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

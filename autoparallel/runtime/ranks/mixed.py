@@ -1,0 +1,69 @@
+"""Operators that take ``DTensor``s and plain tensors together: ``logits.argmax(-1) == labels``, ``p + noise``.
+
+Torch takes a plain number for one that all ranks have, and refuses more than a number.  A plain tensor means the same
+value on every rank here, in what a script computes as in what it gives the model: the ranks compare what they have, and
+go on with a ``DTensor`` that lies whole.  Its gradient is plain, as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoparallel import _torch
+from autoparallel.runtime.parameters.parts import replicated
+from autoparallel.runtime.parameters.slices import lies_elsewhere
+from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
+from autoparallel.runtime.ranks.stages import meet
+from autoparallel.runtime.ranks.writes import keep_kinds
+
+_ATEN = torch.ops.aten
+_JOINING = (_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor)
+
+
+@cache
+def watch_operands() -> None:
+    """Has operators on ``DTensor``s take plain tensors, too, and a plain loss and numbers of ``DTensor``s (``loss +
+    0.01 * p.square().sum()``) get gradients of their kind."""
+    _torch.dtensor.handle_operators(_torch.dtensor.operators_on_several(), mix)
+    _torch.dtensor.handle_first(_JOINING, join)
+
+
+def join(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator makes of two operands, of which one may be a plain number; numbers of several stages of a
+    pipeline are brought together."""
+    if together := meet(operator, args, kwargs):
+        keep_kinds(args)
+        args, kwargs = together
+    elif numbers := [x for x in args if isinstance(x, Tensor) and not isinstance(x, DTensor) and not x.ndim]:
+        keep_kinds(numbers)
+    return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
+
+
+def mix(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator makes of ``DTensor``s and plain tensors that all ranks have.
+
+    Raises:
+        RankMismatchError: on every rank, where plain tensors are not the same on all of them.
+    """
+    tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
+    plain = [x for x in tensors if not isinstance(x, DTensor) and x.ndim]
+    if plain and (sharded := [x for x in tensors if isinstance(x, DTensor)]):
+        mesh = sharded[0].device_mesh
+        if agreement_over(mesh) is not None:
+            keep_kinds(plain)
+            if not any(map(lies_elsewhere, sharded)):
+                what = f"{operator} takes DTensors and plain tensors, which must be the same on all ranks"
+                agree_on(mesh, what, *map(tensor_digest, plain))
+            args, kwargs = pytree.tree_map_only(
+                Tensor,
+                lambda x: x if isinstance(x, DTensor) or not x.ndim else replicated(x.detach(), mesh),
+                (tuple(args), dict(kwargs)),
+            )
+    return _torch.dtensor.carry_out(None, operator, args, kwargs)
