@@ -189,6 +189,15 @@ def has_unknown_sizes(mode: FakeTensorMode) -> bool:
     return bool(mode.shape_env.unbacked_symint_counter)  # type: ignore[union-attr]
 
 
+def complete_users(module: fx.GraphModule) -> None:
+    """Notes every node among the users of what it reads: where torch inlines a region that leaves the gradient mode as
+    it is, it forgets those that nobody reads."""
+    for inner in module.modules():
+        for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
+            for source in node.all_input_nodes:
+                source.users.setdefault(node)
+
+
 def graph_of_trace() -> fx.Graph | None:
     """The graph that is being traced on this thread."""
     mode = get_proxy_mode()

@@ -22,7 +22,7 @@ from torch.export import ExportedProgram, export
 from torch.export.graph_signature import ConstantArgument
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch.export import has_unknown_sizes, make_fake_mode
+from autoparallel._torch.export import complete_users, has_unknown_sizes, make_fake_mode
 from autoparallel._torch.nn import parametrizations_made_anew, without_trackers
 from autoparallel.capture.copies import Copies
 from autoparallel.capture.describe import describe
@@ -387,6 +387,7 @@ def _export(wrapper: Training, inputs: FakeInputs, trace: Trace) -> Way:
     try:
         with everything_seen(trace):
             program = export(wrapper, inputs.arguments, dynamic_shapes=inputs.shapes, strict=False)
+            complete_users(program.graph_module)
             require_same_memory(program.graph)
             with trace.silent(), without_model():
                 findings = run_passes(tracing_passes(program.graph, trace.calls), program.graph_module)

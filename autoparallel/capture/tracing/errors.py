@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import pairwise
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 from autoparallel import _torch
-from autoparallel.capture.tracing.sources import parse, path_to, place_in
+from autoparallel.capture.tracing.sources import parse, path_to, place_in, place_of, source_of
 from autoparallel.graph.python_state import OURS
 
 _OUTERMOST = f"{OURS}capture/training.py"
 """Where the call of the model begins."""
 
 _CHECKS_OF_TORCH = f"{_torch.export.FOLDER}distributions/"
+
+CONTEXT_MANAGER = contextlib.contextmanager(iter).__code__
+"""The function that ``contextmanager`` makes of one that yields."""
 
 _ASKED_BY_PYTHON = ("__next__", "__getitem__", "__getattr__")
 """Methods whose errors tell Python something: that a loop is over, or that there is no such attribute."""
@@ -53,14 +56,20 @@ def is_caught(frame: FrameType) -> bool:
         if path is None or outer.f_code.co_name in _ASKED_BY_PYTHON:
             return True
         names = {**outer.f_globals, **outer.f_locals}
-        if any(isinstance(x, ast.Try | ast.TryStar) or not lets_pass(x, names) for x in catching(path)):
+        if is_taken(path, names):
             return True
     return False
 
 
+def is_taken(path: Sequence[ast.AST], names: Mapping[str, Any]) -> bool:
+    """Whether a statement of a path may catch the errors of what it is around."""
+    return any(isinstance(x, ast.Try | ast.TryStar) or not lets_pass(x, names) for x in catching(path))
+
+
 def lets_pass(statement: ast.With | ast.AsyncWith, names: Mapping[str, Any]) -> bool:
-    """Whether its context managers are known to catch nothing, as those of torch are."""
-    return all(is_transparent(value_of(manager_of(item.context_expr), names)) for item in statement.items)
+    """Whether its context managers are known to catch nothing."""
+    contexts = [item.context_expr for item in statement.items]
+    return all(lets_errors_out(value_of(manager_of(x), names), isinstance(x, ast.Call)) for x in contexts)
 
 
 def manager_of(context: ast.expr) -> ast.expr:
@@ -76,5 +85,43 @@ def value_of(expression: ast.expr, names: Mapping[str, Any]) -> Any:
 
 
 def is_transparent(manager: Any) -> bool:
-    """Whether a context manager is known to take no errors: none, or one of torch's."""
-    return manager is nullcontext or str(getattr(manager, "__module__", "")).partition(".")[0] == "torch"
+    """Whether a context manager is known to take neither errors nor what is printed: none, or one of torch's."""
+    return manager is contextlib.nullcontext or str(getattr(manager, "__module__", "")).partition(".")[0] == "torch"
+
+
+def lets_errors_out(manager: Any, is_called: bool) -> bool:
+    """Whether a context manager is known to catch nothing: a transparent one, a generator that catches nothing at its
+    ``yield``, or a class whose ``__exit__`` returns nothing.
+
+    Args:
+        is_called: whether it is what makes one: a class, or a function.
+    """
+    if is_transparent(manager):
+        return True
+    plain = getattr(manager, "__wrapped__", None)
+    is_generator = getattr(manager, "__code__", None) is CONTEXT_MANAGER
+    if not is_generator and is_called == isinstance(manager, type):
+        plain = getattr(manager if is_called else type(manager), "__exit__", None)
+    if not isinstance(plain, FunctionType) or (definition := source_of(plain.__code__)) is None:
+        return False
+    nodes = [*own_nodes(definition)]
+    if not is_generator:
+        returned = [x.value for x in nodes if isinstance(x, ast.Return)]
+        return all(x is None or isinstance(x, ast.Constant) and not x.value for x in returned)
+    goes_on = any(
+        isinstance(x, ast.Return | ast.Break | ast.Continue)
+        for node in nodes
+        if isinstance(node, ast.Try | ast.TryStar)
+        for end in node.finalbody
+        for x in ast.walk(end)
+    )
+    places = [place for x in nodes if isinstance(x, ast.Yield) and (place := place_of(x)) is not None]
+    return not goes_on and not any(is_taken(path_to(definition, x), plain.__globals__) for x in places)
+
+
+def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """What stands in a function, without the functions within it."""
+    for node in ast.iter_child_nodes(function):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            yield node
+            yield from own_nodes(node)

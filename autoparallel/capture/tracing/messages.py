@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import CodeType, FrameType, FunctionType, MethodType
@@ -23,6 +23,7 @@ from typing import Any
 
 from autoparallel.capture.python.kinds_of_numbers import STAND_INS
 from autoparallel.capture.tracing.errors import (
+    CONTEXT_MANAGER,
     catching,
     frames_of_model,
     is_transparent,
@@ -30,7 +31,7 @@ from autoparallel.capture.tracing.errors import (
     path_of,
     value_of,
 )
-from autoparallel.capture.tracing.sources import parse, place_of
+from autoparallel.capture.tracing.sources import place_of, source_of
 
 OF_OBJECTS = ("__repr__", "__str__", "__format__")
 """Methods that make the text of an object for who asks for it."""
@@ -48,9 +49,6 @@ _ASK_NOTHING = (callable, isinstance, type, *STAND_INS.values())
 
 _ERROR_ASKED_FOR = ("exc_info", "format_exc", "format_exception")
 """What gives the error that is handled, or its text."""
-
-_CONTEXT_MANAGER = contextmanager(iter).__code__
-"""The function that ``contextmanager`` makes of one that yields."""
 
 _IN_FUNCTIONS = ("<listcomp>", "<genexpr>", "<setcomp>", "<dictcomp>")
 """Frames that run a part of a function."""
@@ -235,7 +233,7 @@ class _Scope:
         if is_transparent(function) or function in (suppress, warnings.catch_warnings):
             return True
         plain = getattr(function, "__wrapped__", None)
-        is_generator = isinstance(plain, FunctionType) and getattr(function, "__code__", None) is _CONTEXT_MANAGER
+        is_generator = isinstance(plain, FunctionType) and getattr(function, "__code__", None) is CONTEXT_MANAGER
         if not is_generator:
             plain = getattr(function if isinstance(function, type) else type(function), "__exit__", None)
         scope = self._scope_of(plain) if isinstance(plain, FunctionType) else None
@@ -263,7 +261,7 @@ class _Scope:
 
     def _scope_of(self, function: FunctionType, caller: Callable[[bool], bool] | None = None) -> _FunctionScope | None:
         """A function that no frame runs; None where it has no source."""
-        source = _source_of(function.__code__)
+        source = source_of(function.__code__)
         if source is None:
             return None
         of_others = {x: None for x in function.__code__.co_freevars}
@@ -343,19 +341,6 @@ def _is_part(outer: ast.AST, text: ast.AST) -> bool:
 
 
 @cache
-def _source_of(code: CodeType) -> ast.FunctionDef | None:
-    """The source of a function; None where there is none."""
-    tree = parse(code.co_filename)
-    functions = (x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)) if tree is not None else ()
-    lines = (code.co_name, code.co_firstlineno)
-    return next((x for x in functions if (x.name, _first_line(x)) == lines), None)
-
-
-def _first_line(function: ast.FunctionDef) -> int:
-    """The line at which Python says that a function begins: that of its first decorator."""
-    return min([function.lineno, *[x.lineno for x in function.decorator_list]])
-
-
 def _modules_of(function: ast.FunctionDef) -> dict[str, Any]:
     """The modules that a function imports."""
     names = [name for x in ast.walk(function) if isinstance(x, ast.Import) for name in x.names]

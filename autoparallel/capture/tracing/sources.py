@@ -6,7 +6,7 @@ import ast
 import linecache
 from collections.abc import Iterator
 from functools import cache
-from types import FrameType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 
@@ -67,3 +67,16 @@ def parse(filename: str) -> ast.Module | None:
         return ast.parse("".join(lines)) if lines else None
     except SyntaxError:
         return None
+
+
+def source_of(code: CodeType) -> ast.FunctionDef | None:
+    """The source of a function; None where there is none."""
+    tree = parse(code.co_filename)
+    functions = (x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)) if tree is not None else ()
+    lines = (code.co_name, code.co_firstlineno)
+    return next((x for x in functions if (x.name, _first_line(x)) == lines), None)
+
+
+def _first_line(function: ast.FunctionDef) -> int:
+    """The line at which Python says that a function begins: that of its first decorator."""
+    return min([function.lineno, *[x.lineno for x in function.decorator_list]])

@@ -95,7 +95,25 @@ def _uncaught() -> Iterator[None]:
 
 
 _OF_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
-_FOLLOWED = {**FOLLOWED, **CHECKED, **READS, **READING, **ATTENTION}
+_VIEW_ERROR = (
+    "view size is not compatible with input tensor's size and stride (at least one dimension spans across two "
+    "contiguous subspaces). Use .reshape(...) instead."
+)
+
+
+def _view(_: Trace, view: Any, *args: Any, **kwargs: Any) -> Any:
+    """A view, or the error of one process, which a model may catch to reshape: that of a tensor without memory is of
+    another class, and leaves a call in the trace."""
+    place = _torch.export.place_in_trace()
+    try:
+        return view(*args, **kwargs)
+    except ValueError as error:
+        for node in [*_torch.export.nodes_since(place)]:
+            node.graph.erase_node(node)
+        raise RuntimeError(_VIEW_ERROR) from error
+
+
+_FOLLOWED = {torch.Tensor.view: _view, **FOLLOWED, **CHECKED, **READS, **READING, **ATTENTION}
 
 
 class _Listener(TorchFunctionMode):

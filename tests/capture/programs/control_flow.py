@@ -431,6 +431,79 @@ class ContextCatchesTheCheck(Two):
         return self.b(h)
 
 
+@contextmanager
+def timed(times: list[int]) -> Iterator[None]:
+    with torch.enable_grad():
+        try:
+            yield
+        finally:
+            times.clear()
+
+
+class Span:
+    """A timer that is a class of the user's own."""
+
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+
+class Taken(Span):
+    def __exit__(self, *error: Any) -> bool:  # type: ignore[override]
+        return error[0] is not None
+
+
+class Swallowed(Span):
+    """What is called is no class: what it gives catches."""
+
+    def __call__(self) -> Taken:
+        return Taken()
+
+
+@contextmanager
+def going_on() -> Iterator[None]:
+    for _ in range(1):
+        try:
+            yield
+        finally:
+            break  # noqa: B012 - that is what is tried
+
+
+@program()
+class ChecksWithinATimer(Two):
+    """Contexts of the user's own that catch nothing: what only raises is left out, as outside of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with timed([]), Span(), Span() as span:
+            h = self.a(x)
+            if h.isnan().any():
+                raise ValueError("nan")
+            with span:
+                assert h.isfinite().all()
+        return self.b(h)
+
+
+@program(batch=signed)
+class ChecksWithinContextsThatCatch(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with Taken():
+            if x.min() < 0:
+                raise TooWide
+            h = 2 * h
+        with Swallowed()():
+            if x.min() < 0:
+                raise TooWide
+            h = h + 1
+        with going_on():
+            if x.min() < 0:
+                raise TooWide
+            h = 3 * h
+        return self.b(h)
+
+
 class Halved:
     """Halves of a tensor, as long as they are large."""
 

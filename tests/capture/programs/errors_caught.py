@@ -45,6 +45,19 @@ class IndexesByAValueOrGoesOn(Two):
         return self.b(h) * scale
 
 
+@program(ranks=True)
+class ViewsOrReshapes(Two):
+    """The error of a view is eager's, and leaves nothing in the program."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).unflatten(1, (2, 4)).transpose(1, 2)
+        try:
+            h = h.view(-1, 8)
+        except RuntimeError:
+            h = 2 * h.reshape(-1, 8)
+        return self.b(h)
+
+
 @program(batch=signed, refused="numpy|in the loop")
 class ReadsAnArrayOrGoesOn(Two):
     def forward(self, x: Tensor) -> Tensor:

@@ -25,6 +25,25 @@ class NoGradBranch(nn.Module):
         return h * scale
 
 
+@program()
+class UnreadWithGradientsEnabled(Two):
+    """What nobody reads, in regions that leave the gradient mode as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            h = self.a(x)
+            (2 * h).isfinite()
+            self.seen.add_(h.detach().mean(0))
+            h.mul_(2)
+        with torch.no_grad(), torch.enable_grad():
+            (h + 1).abs()
+        return self.b(h)
+
+
 @program(ranks=True)
 class StopGradientTarget(nn.Module):
     """SimSiam: each view predicts the other one's projection, which is a target only."""
