@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -139,7 +140,7 @@ def _tensors(value: Any, label: str, modules: set[int], visited: set[int]) -> It
         entries = ((f"{label}[{key!r}]", x) for key, x in value.items())
     elif isinstance(value, list | tuple | set | deque):
         entries = ((f"{label}[{i}]", x) for i, x in enumerate(value))
-    elif is_data(value):
+    elif is_data(value) or isinstance(value, BasePruningMethod):  # a hook of torch's, which may keep its mask
         entries = ((f"{label}.{name}", x) for name, x in vars(value).items())
     else:
         return

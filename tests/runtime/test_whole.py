@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.func import functional_call
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.runtime.support import make, off, placements, raised, run_on_ranks
@@ -228,3 +229,29 @@ def test_what_is_refused() -> None:
         assert "embedding.weight is on the meta device" in text and "example_inputs" in text
     assert found[2].startswith("TypeError: methods must be names of methods")
     assert "methods names 'generatr'" in found[3] and "methods names 'parameters'" in found[4]
+
+
+def _pruned() -> dict[str, Any]:
+    import autoparallel
+
+    compiled, plain = pair("two ranks", plan="fsdp")
+    words = []
+    for change in (lambda m: prune.l1_unstructured(m.up, "weight", amount=0.3), lambda m: prune.remove(m.up, "weight")):
+        compiled(tokens_of(), tokens_of()).backward()
+        loss_of(plain(tokens_of()), tokens_of()).backward()
+        with compiled.whole() as whole:
+            new = copy.deepcopy(whole).requires_grad_()
+        change(compiled)
+        words.append(raised(lambda model=compiled: model(tokens_of(), tokens_of())))
+        change(new), change(plain)
+        compiled = autoparallel.compile(new, mesh_called("two ranks"), plan="fsdp", loss_fn=loss_of)
+    loss, expected = compiled(tokens_of(1), tokens_of(1)), loss_of(plain(tokens_of(1)), tokens_of(1))
+    plain.zero_grad(), loss.backward(), expected.backward()
+    gradients = [off(p.grad, q.grad) for p, q in zip(compiled.parameters(), plain.parameters(), strict=True)]
+    return {"words": words, "loss": off(loss, expected), "gradients": max(gradients)}
+
+
+def test_pruning_goes_on_as_the_refusal_says() -> None:
+    for results in run_on_ranks(_pruned, world_size=2):
+        assert all("new = copy.deepcopy(plain).requires_grad_()" in text for text in results["words"])
+        assert max(results["loss"], results["gradients"]) < 1e-12, results

@@ -348,6 +348,8 @@ def uncopied(model: nn.Module, memo: Mapping[int, Any]) -> str:
 _OF_TORCH = {
     "AdaptiveLogSoftmaxWithLoss": "use a linear layer and F.cross_entropy, whose classes plans can shard: this module "
     "picks the rows of each cluster by the targets' values",
+    "FakeQuantize": "quantise by torch.ao.quantization.FusedMovingAvgObsFakeQuantize (get_default_qat_qconfig()), "
+    "which is one operator, and call the plain model once before compile(), so that its observers have shapes",
 }
 """What to do instead of modules of torch whose Python depends on values, by the name of the class."""
 

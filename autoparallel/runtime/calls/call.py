@@ -98,6 +98,7 @@ def _deliver(
     """Writes mutated buffers back and gives the outputs their outer form."""
     captured = kind.runner.captured
     count = len(buffers)
+    _require_same_shapes(captured, buffers, results)
     with torch.no_grad():
         for path, buffer, value in zip(captured.mutated_buffers, buffers, results[:count], strict=True):
             if path in captured.rebound:
@@ -135,6 +136,17 @@ def _deliver(
     leaves = [leaf_value(leaf, values, sizes) for leaf in captured.outputs]
     outputs = (unflatten if captured.returns_fields else pytree.tree_unflatten)(leaves, captured.output_spec)
     return release(outputs, call.caches) if captured.returns_caches else outputs
+
+
+def _require_same_shapes(captured: Captured, buffers: Sequence[torch.Tensor], results: Sequence[Any]) -> None:
+    """Raises RuntimeError where an operator has resized a buffer, of which no trace tells."""
+    for path, buffer, value in zip(captured.mutated_buffers, buffers, results, strict=False):
+        if path not in captured.rebound and value.shape != buffer.shape:
+            raise RuntimeError(
+                f"the call gives {path}, of shape {list(buffer.shape)}, the shape {list(value.shape)}, as the first "
+                "batch does to an observer of torch.ao.quantization\n"
+                "What to change: call the plain model once before compile(), so that its buffers have their shapes."
+            )
 
 
 def _weigh(captured: Captured, values: Sequence[Any], call: Call, window: Any) -> Weight:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -394,3 +395,40 @@ class BufferUnderTwoNames(nn.Module):
         self.total.add_(x.detach().mean(0))
         out: Tensor = self.layer(x) + self.counter.seen
         return out
+
+
+@program(ranks=True)
+class FakeQuantised(Two):
+    """Weights and activations as they are quantised, of whose operators torch has none for tensors without data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.fake_quantize_per_tensor_affine(self.a(x), 0.05, 3, -128, 127)
+        scale, zero = torch.full((8,), 0.02, dtype=torch.float32), torch.zeros(8, dtype=torch.int32)
+        weight = torch.fake_quantize_per_channel_affine(self.b.weight, scale, zero, 0, -8, 7)
+        h = F.linear(h, weight, self.b.bias)
+        return torch.fake_quantize_per_tensor_affine(h, scale[0], zero[0], -20, 20)
+
+
+@program(refused="FusedMovingAvgObsFakeQuantize")
+class FakeQuantizeModule(Two):
+    """Its Python asks for the values of its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantise = FakeQuantize(MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.quantise(self.a(x)))  # refused
+
+
+@program(ranks=True)
+class PrunedGlobally(Two):
+    """The hook that prunes keeps its mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = [(self.a, "weight"), (self.b, "weight")]
+        prune.global_unstructured(pairs, pruning_method=prune.L1Unstructured, amount=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
