@@ -34,6 +34,8 @@ def _measured(logits: Any, labels: Tensor) -> dict[str, Any]:
         "wrong ones": torch.where(found.eq(labels), 0.0, 1.0).double(),
         "loss of each": F.cross_entropy(logits.detach().flatten(0, -2), labels.flatten(), reduction="none"),
         "the first of the first": logits.argmin(dim=-1)[0],
+        "pairs": torch.stack([found, labels]),
+        "entropy": torch.distributions.Categorical(logits=logits.detach()).entropy(),
         "list": found.tolist(),
         "array": found.cpu().numpy().sum().item(),
         "text": f"{logits.detach().square().mean():.9f} {logits.max():>20.9f}",

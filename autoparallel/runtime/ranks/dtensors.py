@@ -290,16 +290,21 @@ def _on_list(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def on_stack(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A stack of ``DTensor``s, some of which may be plain numbers that all ranks have.
+    """A stack of ``DTensor``s, beside plain tensors that all ranks have.
 
     Raises:
+        RankMismatchError: on every rank, where plain tensors are not the same on all of them.
         RuntimeError: for one of numbers of one stage's tensors, as of norms.
     """
     tensors, *rest = args
     meshes = [x.device_mesh for x in tensors if isinstance(x, DTensor)]
     _require_no_stage(x.device_mesh for x in tensors if isinstance(x, DTensor) and not x.ndim)
-    if len(meshes) < len(tensors) and all(not x.ndim for x in tensors):
-        tensors = [x if isinstance(x, DTensor) else replicated(x, meshes[0]) for x in tensors]
+    if len(meshes) < len(tensors) and not is_any_stage(meshes):
+        plain = [x for x in tensors if x.ndim and not isinstance(x, DTensor)]
+        if plain and agreement_over(meshes[0]) is not None:
+            keep_kinds(plain)
+            agree_on(meshes[0], f"plain tensors are joined to DTensors by {operator}", *map(tensor_digest, plain))
+        tensors = [x if isinstance(x, DTensor) else replicated(x.detach(), meshes[0]) for x in tensors]
     with _torch.dtensor.leave_to_torch(operator):
         return operator(tensors, *rest, **kwargs)
 

@@ -59,9 +59,9 @@ _SELECTING = (
 """What reads at places which indices name, and the backwards of it."""
 
 _MEASURING = (
-    "_cdist_forward", "_histogramdd_from_bin_cts", "_pdist_forward", "_unique2", "allclose", "bincount", "bucketize",
-    "histc", "histogram", "masked_select", "nonzero", "renorm", "searchsorted", "unique_consecutive", "unique_dim",
-    "unique_dim_consecutive",
+    "_cdist_forward", "_histogramdd_from_bin_cts", "_is_all_true", "_pdist_forward", "_unique2", "allclose", "bincount",
+    "bucketize", "histc", "histogram", "masked_select", "nonzero", "renorm", "searchsorted", "unique_consecutive",
+    "unique_dim", "unique_dim_consecutive",
 )  # fmt: skip
 """What scripts measure of a whole tensor, and torch cannot of its parts."""
 
