@@ -266,8 +266,8 @@ class Compiler:
             if not self.settings.lent and parameters.get(name) is not parameter:
                 raise CaptureError(
                     f"{name} was another parameter, or none, in compile()\n"
-                    "What to change: change a plain model (with model.whole() as plain: new = copy.deepcopy(plain)."
-                    "requires_grad_()), then compile it, and make its optimizer."
+                    "What to change: change a plain model (with model.whole() as plain: new = copy.deepcopy(plain)), "
+                    "then compile it, and make its optimizer."
                 )
 
     def _plan(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:

@@ -7,6 +7,7 @@ In a pipeline the ranks that hold a parameter gather it, and send it to those of
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -97,7 +98,8 @@ class WholeModel:
         names = {id(parameter): name for name, parameter in self.store.parameters.items()}
         with torch.no_grad(), torch.inference_mode(False):
             for name, value in parameters():
-                full[id(self.store.parameters[name])] = nn.Parameter(value, requires_grad=False)
+                parameter = self.store.parameters[name]
+                full[id(parameter)] = _lent(value, parameter.requires_grad)
         places, steps = list(slots(self.plain)), self.store.steps
         for module, name, parameter in places:
             module._parameters[name] = full[id(parameter)]
@@ -123,6 +125,25 @@ class WholeModel:
             for _, _, parameter in places:
                 _take_back(parameter, full[id(parameter)])
                 make_again(parameter, full[id(parameter)].detach())  # type: ignore[arg-type]
+
+
+def _lent(value: torch.Tensor, is_trained: bool) -> nn.Parameter:
+    """A full parameter, which nobody trains; one that is copied or saved is trained as the model's is."""
+    parameter = nn.Parameter(value, requires_grad=False)
+    reference = weakref.ref(parameter)  # else it would live until somebody looks for garbage
+
+    def copied(memo: dict[int, Any]) -> nn.Parameter:
+        parameter = reference()
+        assert parameter is not None
+        return memo.setdefault(id(parameter), nn.Parameter(parameter.detach().clone(), is_trained))
+
+    def reduced(_: int) -> tuple[Any, ...]:
+        parameter = reference()
+        assert parameter is not None
+        return nn.Parameter, (parameter.detach(), is_trained)
+
+    parameter.__deepcopy__, parameter.__reduce_ex__ = copied, reduced  # type: ignore[method-assign]
+    return parameter
 
 
 def _differs(full: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import io
 import pickle
 import weakref
 from typing import Any
@@ -240,7 +241,7 @@ def _pruned() -> dict[str, Any]:
         compiled(tokens_of(), tokens_of()).backward()
         loss_of(plain(tokens_of()), tokens_of()).backward()
         with compiled.whole() as whole:
-            new = copy.deepcopy(whole).requires_grad_()
+            new = copy.deepcopy(whole)
         change(compiled)
         words.append(raised(lambda model=compiled: model(tokens_of(), tokens_of())))
         change(new), change(plain)
@@ -251,7 +252,24 @@ def _pruned() -> dict[str, Any]:
     return {"words": words, "loss": off(loss, expected), "gradients": max(gradients)}
 
 
+def _copied_and_saved() -> list[list[bool]]:
+    import autoparallel
+
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain[1].weight.requires_grad_(False)
+    model, file = autoparallel.compile(plain, mesh_called("two ranks"), plan="fsdp"), io.BytesIO()
+    with model.whole() as whole:
+        torch.save(whole, file)
+        models = [whole, copy.deepcopy(whole), torch.load(io.BytesIO(file.getvalue()), weights_only=False)]
+        return [[p.requires_grad for p in m.parameters()] for m in models]
+
+
+def test_copies_of_full_parameters_are_trained_where_the_models_are() -> None:
+    for results in run_on_ranks(_copied_and_saved, world_size=2):
+        assert results == [[False] * 4, [True, True, False, True], [True, True, False, True]]
+
+
 def test_pruning_goes_on_as_the_refusal_says() -> None:
     for results in run_on_ranks(_pruned, world_size=2):
-        assert all("new = copy.deepcopy(plain).requires_grad_()" in text for text in results["words"])
+        assert all("new = copy.deepcopy(plain)" in text for text in results["words"])
         assert max(results["loss"], results["gradients"]) < 1e-12, results

@@ -152,8 +152,8 @@ def _why_replaced(
     name = next((n for n in (*now, *before) if now.get(n) is not before.get(n)), None)
     return name and (
         f"{name} was added, removed or replaced after compile(), so that it would not be trained\n"
-        "What to change: change a plain model (with model.whole() as plain: new = copy.deepcopy(plain)."
-        "requires_grad_()), then compile it, and make its optimizer; for values of one call, "
+        "What to change: change a plain model (with model.whole() as plain: new = copy.deepcopy(plain)), then compile "
+        "it, and make its optimizer; for values of one call, "
         "`with model.whole() as plain: torch.func.functional_call(plain, whole_tensors, args)`, on every rank."
     )
 
