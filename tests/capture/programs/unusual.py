@@ -215,7 +215,7 @@ class ScatterGather(Two):
         return torch.cat([self.b(z), r], 1)
 
 
-@loop(line=False, refused="change the plain model")
+@loop(line=False, refused="change a plain model")
 def tied_after_compile(run: Run) -> None:
     model = run.compile(net())
     model[2].weight = model[0].weight
