@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -340,7 +340,6 @@ def _is_part(outer: ast.AST, text: ast.AST) -> bool:
     return isinstance(outer, ast.JoinedStr | ast.FormattedValue | ast.Tuple | ast.List | ast.Starred | ast.Lambda)
 
 
-@cache
 def _modules_of(function: ast.FunctionDef) -> dict[str, Any]:
     """The modules that a function imports."""
     names = [name for x in ast.walk(function) if isinstance(x, ast.Import) for name in x.names]

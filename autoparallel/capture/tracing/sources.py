@@ -69,6 +69,7 @@ def parse(filename: str) -> ast.Module | None:
         return None
 
 
+@cache
 def source_of(code: CodeType) -> ast.FunctionDef | None:
     """The source of a function; None where there is none."""
     tree = parse(code.co_filename)
