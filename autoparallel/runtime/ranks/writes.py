@@ -102,7 +102,8 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
 
     Raises:
         RankMismatchError: on every rank, where plain tensors that it reads are not the same on all of them.
-        RuntimeError: where the first operand is a plain tensor, and what is written to it more than a number.
+        RuntimeError: where the first operand is a plain tensor, and what is written to it a parameter, or requires a
+            gradient.
     """
     target = args[0]
     if not isinstance(target, DTensor):
@@ -140,12 +141,19 @@ OF_COPIES = (
 
 
 def _write_plain(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator writes to a plain tensor: numbers of ``DTensor``s, as ``total += p.grad.norm()`` has them."""
+    """What an operator writes to a plain tensor: numbers of ``DTensor``s, as ``total += p.grad.norm()`` has them, and
+    whole values of what is no parameter (``sums += logits.detach().sum(0)``)."""
     rest = args[1:], dict(kwargs)
-    if any(isinstance(x, DTensor) and x.ndim for x in pytree.tree_leaves(rest)):
+    tensors = [x for x in pytree.tree_leaves(rest) if isinstance(x, DTensor) and x.ndim]
+    if any(shares_parameter(x, None) for x in tensors):
         raise RuntimeError(
             f"{operator} writes a parameter that lies on a mesh, a DTensor, to a plain tensor\nWhat to change: "
             f"p.full_tensor(), on every rank, gives a plain one; {OF_COPIES}"
+        )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise RuntimeError(
+            f"{operator} writes a DTensor that requires a gradient to a plain tensor\nWhat to change: x.detach(), or, "
+            "where the gradient is wanted, x.full_tensor(), on every rank."
         )
     keep_kinds((args, kwargs))
     rest, named = pytree.tree_map_only(DTensor, lambda x: plain_values(everywhere(x)), rest)
