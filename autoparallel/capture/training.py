@@ -148,6 +148,7 @@ class Training(nn.Module):
         for name, value in {**written, **self._changes}.items():
             more, self.findings.attributes[name] = pytree.tree_flatten(value)
             leaves += more
+        leaves = self.recorder.rebind(leaves)
         leaves += [question.value for question in self.findings.questions]
         return [exchange.current(leaf) for leaf in leaves]
 

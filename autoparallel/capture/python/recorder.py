@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoparallel._torch.tensors import storage_mark
 from autoparallel.capture.python.changes import (
     IN_THE_MODEL,
     StateChangedError,
@@ -77,6 +78,7 @@ class Recorder:
         self._refusal: CaptureError | None = None
         self._constants, self._versions = constants, dict[str, int]()
         self.rebound: set[str] = set()
+        self._rebinds: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.registered: dict[str, bool] = {}
         self.written: dict[str, Written] = {}
         self._class_reads: set[tuple[type, str]] = set()
@@ -118,6 +120,7 @@ class Recorder:
             watched.begin()
         self._shared, self._changed_shared = {}, ""
         self._generators, self._drawn = {}, ""
+        self._rebinds.clear()
         self._containers = [(container, entries_of(container)) for container in self.held]
         self._versions = {name: fake._version for name, fake in self._constants.items()}
         self._recording = True
@@ -439,8 +442,22 @@ class Recorder:
             self._note_change(watched, name, before, now, replaces)
             return
         self.rebound.add(label)
+        self._rebinds.append((before, now))
+
+    def rebind(self, leaves: Sequence[Any]) -> list[Any]:
+        """Gives the buffers that the run has bound to other tensors the values of those; leaves of what it makes that
+        lie in one of these buffers are what that was (``old, self.p = self.p, new``), and get memory of their own."""
+        changed = {storage_mark(before) for before, _ in self._rebinds}
+
+        def kept(value: Any) -> Any:
+            return value.clone() if isinstance(value, torch.Tensor) and storage_mark(value) in changed else value
+
+        leaves = [kept(leaf) for leaf in leaves] if changed else list(leaves)
+        values = [(before, kept(now)) for before, now in self._rebinds]
         with torch.no_grad():
-            before.copy_(now)
+            for before, value in values:
+                before.copy_(value)
+        return leaves
 
     def is_changed(self, number: int) -> bool:
         """Whether the run has changed one of the lists, dicts and sets that the model holds."""

@@ -214,6 +214,37 @@ def queue_of_keys(run: Run) -> None:
     over_lengths(run, Queued(), (6,) * 6)
 
 
+@loop(ranks=True)
+def states_of_the_last_calls(run: Run) -> None:
+    """Each takes the place of the next: what a buffer was stands in another attribute when it is bound anew."""
+
+    class Shifting(Two):
+        last: Tensor | None = None
+        third: Tensor
+        fourth: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.zeros(8, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
+            self.register_buffer("third", torch.zeros(8)), self.register_buffer("fourth", torch.ones(8))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.a(x).mean((0, 1))
+            out, before = h + self.first + 2 * self.second + 3 * self.third, self.fourth
+            self.first, self.second, self.last = h.detach(), self.first, self.second[:4]
+            self.third, self.fourth = self.fourth, self.third + 1
+            return self.b(out), before
+
+    model = run.compile(Shifting().double())
+    optimizer = sgd(model)
+    for step in range(5):
+        out, before = model(numbers(4, 6, 8, seed=step))
+        run.note("outputs", (out, before))
+        out.square().mean().backward()
+        finish(run, model, optimizer)
+        run.note_state(model)
+
+
 def counted(step: int) -> tuple[Any, ...]:
     return (numbers(4, 6, 8, seed=step),)
 
