@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import sympy
 import torch
 from torch import fx, nn
 from torch._decomp import decompositions
@@ -232,6 +234,18 @@ def gives_view(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and (target.is_view or target is torch.ops.aten.reshape.default)
 
 
+_OF_ONE: WeakKeyDictionary[ShapeEnv, dict[Any, None]] = WeakKeyDictionary()
+"""What traces were answered, of relations that may be others where a size is 1."""
+
+
+def note_of_one(truth: torch.SymBool, holds: bool) -> None:
+    """Notes what a model was answered, where torch has answered it because it takes every open size for 2 at least."""
+    relation, one = truth.node.expr, sympy.Integer(1)
+    is_open = not free_unbacked_symbols(truth)
+    if is_open and any(relation.xreplace({size: one}) != sympy.sympify(holds) for size in relation.free_symbols):
+        _OF_ONE.setdefault(truth.node.shape_env, {})[relation if holds else sympy.Not(relation)] = None
+
+
 def size_guards(value: torch.Tensor) -> list[tuple[Any, bool]]:
     """What a trace took for granted of its symbols, and whether torch's own code asked for it.
 
@@ -239,7 +253,7 @@ def size_guards(value: torch.Tensor) -> list[tuple[Any, bool]]:
         value: a fake tensor of the trace.
     """
     env = value.fake_mode.shape_env  # type: ignore[attr-defined]
-    guards: dict[Any, bool] = {}
+    guards: dict[Any, bool] = {env.replace(condition): False for condition in _OF_ONE.get(env, ())}
     for guard in env.guards:
         asker = getattr(guard.sloc.framework_loc, "filename", "")
         condition = env.replace(guard.expr)

@@ -88,6 +88,11 @@ def _sym_bool(self: torch.SymBool) -> bool:
     trace = listening()
     unasked = trace is None or not _torch.export.is_unknown(self)
     answer: bool = _SYM_BOOL(self) if unasked else _ask(trace, _SYM_BOOL, self)  # type: ignore[arg-type]
+    if trace is not None and unasked:
+        frame = sys._getframe(1)
+        frame = frame.f_back or frame if frame.f_code is _OF_SIZES else frame
+        if not frame.f_code.co_filename.startswith((OURS, _torch.export.FOLDER)):
+            _torch.export.note_of_one(self, answer)
     return answer
 
 

@@ -178,10 +178,11 @@ class Evaluator:
         return self._problems[candidate].resting
 
     def _require_open_batch(self, subject: Subject, preset: str) -> None:
-        """Raises PlanError where a preset shards the batch, and it is fixed."""
+        """Raises PlanError where a preset shards the batch, and it is fixed; one row is no rank's part."""
         graph = subject.captured
         fixed = not graph.batches and not any("batch_factors" in node.meta for node in graph.graph.nodes)
-        if self.request.constraints(preset).data and fixed and any(isinstance(s, InputSpec) for s in self.call.specs):
+        is_cut = self.call.batch > 1 and any(isinstance(s, InputSpec) for s in self.call.specs)
+        if is_cut and fixed and self.request.constraints(preset).data:
             raise PlanError(
                 f"the plan {preset!r} shards the batch, but the batch size is fixed at {self.call.batch}: "
                 f"{graph.why_fixed}; or use plan='auto', which needs no open batch"

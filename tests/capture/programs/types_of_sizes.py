@@ -1,4 +1,5 @@
-"""Python that asks for the type of a size, or of a number that is passed in, which a trace may leave open."""
+"""Python that asks for the type of a size, or of a number that is passed in, which a trace may leave open; and whether
+a batch has one row."""
 
 from __future__ import annotations
 
@@ -44,3 +45,21 @@ class AsksForTypes(Two):
         ]  # fmt: skip
         weight = sum(2**i for i, answer in enumerate(answers) if answer)
         return self.b(self.a(x)) * weight / 2 ** len(answers) * scale
+
+
+def one_row_at_last(step: int) -> tuple[Any, ...]:
+    return (numbers((4, 2, 1)[step], 8, seed=step),)
+
+
+@program(batch=one_row_at_last, ranks=True)
+class AsksForOneRow(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h - h.mean(0) if x.shape[0] > 1 else h)
+
+
+@program(batch=one_row_at_last)
+class AsksWhetherRowsAreLeft(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(self.a(x))
+        return h.std(0) if x.size(0) - 1 else h * 3
