@@ -22,6 +22,9 @@ CARRIED = "attributes that calls change"
 _LEAST = 2
 """The size that stands for 0: one of 0 or 1 is never open."""
 
+_LARGEST = 2**62
+"""No tensor has a size that stands for a number much above."""
+
 
 class ChangesAttributesError(CaptureError):
     """A call changes attributes that it reads, and that it is not given yet.
@@ -44,7 +47,9 @@ def _form_of(value: Any) -> Any:
 
 def may_be_carried(value: Any) -> bool:
     """Whether a call can be given a value: a bool, a whole number, which may be open, or a tensor without gradient."""
-    return isinstance(value, int | torch.SymInt) or isinstance(value, torch.Tensor) and not value.requires_grad
+    if isinstance(value, torch.Tensor):
+        return not value.requires_grad
+    return isinstance(value, bool | torch.SymInt) or type(value) is int and abs(value) < _LARGEST
 
 
 def as_argument(attributes: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -109,8 +109,10 @@ class CallReader:
         problem: str | None = None
         for label in self.kinds.carried:
             value = attribute_at(self.plain, label, self.kinds.maker.loss_fn)
-            if not (is_plain(value) or may_be_carried(value)) or isinstance(value, DTensor):
+            is_constant = is_plain(value) and not isinstance(value, int)
+            if not (is_constant or may_be_carried(value)) or isinstance(value, DTensor):
                 form = "gone" if value is MISSING else f"a {type(value).__name__}"
+                form = "a number of more than 62 bits" if type(value) is int else form
                 problem = (
                     f"{label} is {form}, and calls have changed it as a number or a plain tensor\n"
                     "What to change: set it to one, without a gradient (x.detach())."

@@ -388,6 +388,15 @@ class AsOftenAsCalled(Two):
 
 
 @program(batch=counted, refused="registered buffer")
+class CountsBeyondSizes(Two):
+    calls = 2**63
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1  # refused
+        return self.b(self.a(x)) * (self.calls % 3)
+
+
+@program(batch=counted, refused="registered buffer")
 class AnnealsInPython(Two):
     def __init__(self) -> None:
         super().__init__()
