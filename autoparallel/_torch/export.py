@@ -123,6 +123,11 @@ def is_unknown(truth: torch.SymBool) -> bool:
     return is_of_sizes and node.shape_env._maybe_evaluate_static(node.expr) is None
 
 
+def has_values(number: Any) -> bool:
+    """Whether a number of a trace is made of values of tensors, and not of sizes alone."""
+    return bool(free_unbacked_symbols(number))
+
+
 def guard_strictly(truth: torch.SymBool) -> bool:
     """Whether a relation of sizes holds, where that is known before the program runs; else torch's error."""
     return bool(GUARD_BOOL(truth.node, "", 0))

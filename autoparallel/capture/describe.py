@@ -10,10 +10,17 @@ import sympy
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, SymIntArgument
+from torch.export.graph_signature import (
+    ConstantArgument,
+    InputKind,
+    OutputKind,
+    SymBoolArgument,
+    SymFloatArgument,
+    SymIntArgument,
+)
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch.export import graph_module, is_fake, size_guards
+from autoparallel._torch.export import graph_module, has_values, is_fake, size_guards
 from autoparallel.capture.functional.outputs import Objective, find_objective, set_apart
 from autoparallel.capture.functional.passes import describing_passes
 from autoparallel.capture.python.changes import IN_THE_MODEL
@@ -159,6 +166,9 @@ def _read_inputs(
     return parameters, buffers, constants, inputs
 
 
+_KINDS: dict[type, type] = {SymIntArgument: int, SymFloatArgument: float, SymBoolArgument: bool}
+
+
 def _read_outputs(
     program: ExportedProgram, nodes: Mapping[str, fx.Node], owners: Mapping[str, str], model: nn.Module
 ) -> tuple[list[str], list[fx.Node], list[Leaf]]:
@@ -178,9 +188,11 @@ def _read_outputs(
         elif out.kind == OutputKind.USER_OUTPUT:
             if isinstance(out.arg, ConstantArgument):
                 outputs.append(Constant(out.arg.value))
-            elif isinstance(out.arg, SymIntArgument):
+            elif (kind := _KINDS.get(type(out.arg))) is not None:
                 size = nodes[out.arg.name].meta["val"]
-                outputs.append(Constant(size) if isinstance(size, int) else Size(size.node.expr))
+                if kind is not int and has_values(size):
+                    raise CaptureError(f"a number that is passed in leaves the model as another {kind.__name__}")
+                outputs.append(Constant(size) if isinstance(size, kind) else Size(size.node.expr, kind))
             else:
                 outputs.append(len(results))
                 results.append(nodes[out.arg.name])

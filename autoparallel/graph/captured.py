@@ -81,9 +81,10 @@ class Constant:
 
 @dataclass(frozen=True)
 class Size:
-    """A leaf of the output that is a size, as an expression of the traced symbols."""
+    """A leaf of the output that is a size, or a number or a truth value made of sizes, as an expression of symbols."""
 
-    expression: sympy.Expr
+    expression: sympy.Basic
+    kind: type = int
 
 
 Leaf = int | Constant | Size
@@ -94,7 +95,7 @@ def leaf_value(leaf: Leaf, results: Sequence[Any], sizes: Mapping[Any, int]) -> 
     """One leaf of a call's output, from the graph's outputs and the sizes of the traced symbols."""
     if isinstance(leaf, Constant):
         return leaf.value
-    return int(leaf.expression.subs(sizes)) if isinstance(leaf, Size) else results[leaf]
+    return leaf.kind(leaf.expression.subs(sizes)) if isinstance(leaf, Size) else results[leaf]
 
 
 @dataclass

@@ -110,7 +110,7 @@ class Watched:
 
 def may_leave(leaf: Any) -> bool:
     """Whether a value can leave the program in an attribute."""
-    return isinstance(leaf, torch.Tensor | torch.SymInt) or is_plain(leaf)
+    return isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) or is_plain(leaf)
 
 
 def _exchanged_names(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -288,6 +288,21 @@ def counts_down(run: Run) -> None:
     over_lengths(run, Counting(), (6,) * 7)
 
 
+@loop(ranks=True)
+def numbers_made_of_a_count(run: Run) -> None:
+    class Counting(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.share, self.even = 0, 0.0, True
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.share, self.even = self.calls / 4, self.calls % 2 == 0
+            return self.b(self.a(x)) * self.share
+
+    over_lengths(run, Counting(), (6, 6, 8, 4, 6))
+
+
 @loop()
 def counts_in_an_object(run: Run) -> None:
     class Schedule:
