@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -16,9 +17,8 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.capture.attempt import Attempt
 from autoparallel.capture.fake_inputs import scale_of, traced_shape
-from autoparallel.capture.python.changes import INSTEAD_OF_NUMBER
 from autoparallel.graph.calls import closed, fits, without_numbers
-from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec, refusal
+from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec
 from autoparallel.graph.carried_attributes import CARRIED, ChangesAttributesError
 from autoparallel.graph.garbage import MANY, collected_rarely, count_as_old
 from autoparallel.passes.follow_batch import follow_results, weight_of_rows
@@ -86,7 +86,7 @@ def _capture(
         captured.fixed = tuple(line for line in fixed if line not in ("", "an unknown line"))
         captured.numbers = tuple([i for i, spec in enumerate(forms) if isinstance(spec, NumberSpec)])
         if fits(captured, forms):
-            _require_carried_open(captured, specs, in_spec)
+            captured.pinned = _pinned(captured, specs, in_spec)
             captured.weight = weight_of_rows(captured, specs)
             norms = [name for name, module in model.named_modules() if isinstance(module, _torch.nn.BatchNorm)]
             statistics = [path for path in captured.mutated_buffers if path.rpartition(".")[0] in norms]
@@ -100,17 +100,28 @@ def _capture(
     raise failed
 
 
-def _require_carried_open(captured: Captured, specs: Sequence[InputSpec | Any], in_spec: pytree.TreeSpec) -> None:
-    """Raises where a trace fixes a number that its calls change: every one of them would be of another kind."""
+def _pinned(captured: Captured, specs: Sequence[InputSpec | Any], in_spec: pytree.TreeSpec) -> dict[str, str]:
+    """The numbers that a call changes and of which its trace serves this value alone, with the line that fixes one."""
     names, numbers = (pytree.tree_unflatten(x, in_spec)[1].get(CARRIED, ({}, {}))[0] for x in (captured.inputs, specs))
-    for label, spec in numbers.items():
-        shape = captured.placeholders[names[label]].meta["val"].shape
-        is_open = any(isinstance(size, torch.SymInt) and size.node.expr.free_symbols for size in shape)
-        if spec.open and not is_open and label in captured.attributes:
-            line = next(reversed(captured.fixed), "an unknown line")
-            raise refusal(
-                f"a call changes {label}, a number, and fixes what it computes by it", line, INSTEAD_OF_NUMBER
-            )
+    line = next(reversed(captured.fixed), "an unknown line")
+    return {
+        label: line
+        for label, spec in numbers.items()
+        if spec.open and label in captured.attributes and not _is_open(captured, names[label])
+    }
+
+
+def _is_open(captured: Captured, name: str) -> bool:
+    """Whether a trace serves other numbers than the one that an input stands for."""
+    sizes = [size.node.expr for size in captured.placeholders[name].meta["val"].shape if not isinstance(size, int)]
+    symbols = {symbol for size in sizes for symbol in size.free_symbols}
+    conditions = [guard.condition for guard in captured.guards if guard.condition.free_symbols == symbols]
+    others = ({symbol: sympy.Integer(size) for symbol in symbols} for size in _TRIED)
+    return bool(symbols) and sum(all(x.xreplace(y) == sympy.true for x in conditions) for y in others) > 1
+
+
+_TRIED = (*range(2, 64), *(2**i for i in range(6, 32)))
+"""Sizes of which a trace that leaves one open serves at least two."""
 
 
 def _examples(specs: Sequence[InputSpec | Any], options: Mapping[str, Any]) -> list[Any]:

@@ -118,6 +118,8 @@ class Captured:
         lengths: those of the symbols that are no sizes of the batch.
         guards: what the trace took for granted of the symbols; it serves sizes of which all of it is true.
         numbers: the leaves of the inputs that are numbers of Python's and left open.
+        pinned: the attributes that are numbers which the call changes, and of which the trace serves one alone, with
+            the line that fixes it.
         fixed: the lines at which the model fixed sizes or numbers that were to be open.
         weight: what the loss weighs among the microbatches of a step; None where there is no loss.
         mixed: of the other results, by index, those that microbatches would make otherwise, and why.
@@ -164,6 +166,7 @@ class Captured:
     lengths: frozenset[sympy.Symbol] = frozenset()
     guards: tuple[SizeGuard, ...] = ()
     numbers: tuple[int, ...] = ()
+    pinned: dict[str, str] = field(default_factory=dict)
     fixed: tuple[str, ...] = ()
     left_out: frozenset[int] = frozenset()
     time_first: str = ""

@@ -31,7 +31,7 @@ from autoparallel.graph.calls import (
     opened,
     without_numbers,
 )
-from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec
+from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec, refusal
 from autoparallel.graph.carried_attributes import CARRIED, ChangesAttributesError, describe_attributes, number_of
 from autoparallel.graph.python_state import OF_INPUTS, PythonState
 from autoparallel.placements import Layout, format_layout
@@ -280,6 +280,7 @@ class Kinds:
                         _torch.export.without_modes(),
                     ):
                         kind = self.maker.make_kind(search.call, search.trace)
+                    self._require_open(kind.runner.captured, search.key)
                     self._add(kind, search, started)
             except ChangesAttributesError as error:
                 if error.values.keys() <= self.carried.keys():
@@ -299,6 +300,14 @@ class Kinds:
                 return read()[0] if is_late else call, kind
         self._note_carried(call, read()[0])
         return self.of(read)
+
+    def _require_open(self, captured: Captured, key: Key) -> None:
+        """Raises where all calls so far fix a number that they change: each would be of another kind."""
+        before = [kind.runner.captured for k in {key, replace(key, sizes=None)} for kind in self._kinds.get(k, ())]
+        for label, line in captured.pinned.items():
+            if before and all(label in x.pinned for x in before):
+                what = f"every call changes {label}, a number, and fixes what it computes by it"
+                raise refusal(what, line, "make it a registered buffer (self.n += 1 works on a tensor), or pass it in")
 
     def _search(self, keyed: KeyedCall) -> KindSearch:
         """Looks for the kind of a call among those that there are."""

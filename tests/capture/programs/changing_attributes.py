@@ -3,6 +3,7 @@ for the next one."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -387,28 +388,55 @@ def counter_that_the_user_resets(run: Run) -> None:
         run.note("calls", plain.calls)
 
 
-@program(batch=counted, refused="registered buffer")
-class AsOftenAsCalled(Two):
+@loop(refused="registered buffer")
+def as_often_as_called(run: Run) -> None:
     """What is computed depends on the number in Python: every call would be a trace of its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 1
+    class Repeating(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 1
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        for _ in range(self.calls):  # refused
-            x = self.a(x).tanh()
-        return self.b(x)
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            for _ in range(self.calls):  # refused
+                x = self.a(x).tanh()
+            return self.b(x)
+
+    over_lengths(run, Repeating(), (6,) * 4)
 
 
-@program(batch=counted, refused="registered buffer")
-class CountsBeyondSizes(Two):
-    calls = 2**63
+@loop(ranks=True)
+def begins_anew_at_a_number(run: Run) -> None:
+    """Some numbers are asked for, from the first call on."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1  # refused
-        return self.b(self.a(x)) * (self.calls % 3)
+    class Cycling(Two):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x) * (2 if self.calls in (0, 2) else 1)
+            self.calls += 1
+            if self.calls == 4:
+                self.calls = 0
+            return self.b(h)
+
+    over_lengths(run, Cycling(), (6,) * 10)
+
+
+@loop(line=False, refused="registered buffer")
+def weighs_by_a_cosine(run: Run) -> None:
+    """A function of Python's of a number fixes it, without a word."""
+
+    class Cosine(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.b(self.a(x)) * math.cos(math.pi * self.calls / 8)
+
+    over_lengths(run, Cosine(), (6,) * 4)
 
 
 @program(batch=counted, refused="registered buffer")
