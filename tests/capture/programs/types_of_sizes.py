@@ -6,6 +6,7 @@ from __future__ import annotations
 import numbers as kinds
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tests.capture.programs.inplace import Two
@@ -63,3 +64,17 @@ class AsksWhetherRowsAreLeft(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = self.b(self.a(x))
         return h.std(0) if x.size(0) - 1 else h * 3
+
+
+@program(batch=one_row_at_last, ranks=True)
+class DropsItsRow(Two):
+    """Where there is one alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)).squeeze(0).sum(0).tanh()
+
+
+@program(batch=one_row_at_last)
+class DropsAllThatIsOne(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.squeeze(self.b(self.a(x))[:, None]).sum(0)
