@@ -16,11 +16,6 @@ from autoparallel.graph.python_state import MISSING, is_plain
 IN_THE_MODEL = "keep what changes in the model, as a registered buffer"
 """What to change in a loss function."""
 
-INSTEAD_OF_NUMBER = (
-    "keep it in a registered buffer (self.n += 1 works on a tensor), set it outside of forward, or pass it in"
-)
-"""What to change where calls change a number."""
-
 
 @dataclass(frozen=True)
 class Written:
@@ -69,7 +64,9 @@ def advice_on(value: Any) -> str:
         return "register it as a buffer (self.register_buffer(name, tensor)) and update it, or return it and pass it in"
     if isinstance(value, bool):
         return "set it outside of forward (by a call of the plain model before compile(), if only a first call does)"
-    return INSTEAD_OF_NUMBER
+    is_number = isinstance(value, int | float | torch.SymInt)
+    in_buffer = "keep it in a registered buffer (self.n += 1 works on a tensor), " if is_number else ""
+    return f"{in_buffer}set it outside of forward, or pass it in"
 
 
 def require_may_leave(value: Any, label: str, line: str) -> None:
