@@ -86,7 +86,7 @@ def _capture(
         captured.fixed = tuple(line for line in fixed if line not in ("", "an unknown line"))
         captured.numbers = tuple([i for i, spec in enumerate(forms) if isinstance(spec, NumberSpec)])
         if fits(captured, forms):
-            captured.pinned = _pinned(captured, specs, in_spec)
+            captured.pinned = _pinned_numbers(captured, specs, in_spec)
             captured.weight = weight_of_rows(captured, specs)
             norms = [name for name, module in model.named_modules() if isinstance(module, _torch.nn.BatchNorm)]
             statistics = [path for path in captured.mutated_buffers if path.rpartition(".")[0] in norms]
@@ -100,7 +100,7 @@ def _capture(
     raise failed
 
 
-def _pinned(captured: Captured, specs: Sequence[InputSpec | Any], in_spec: pytree.TreeSpec) -> dict[str, str]:
+def _pinned_numbers(captured: Captured, specs: Sequence[InputSpec | Any], in_spec: pytree.TreeSpec) -> dict[str, str]:
     """The numbers that a call changes and of which its trace serves this value alone, with the line that fixes one."""
     names, numbers = (pytree.tree_unflatten(x, in_spec)[1].get(CARRIED, ({}, {}))[0] for x in (captured.inputs, specs))
     line = next(reversed(captured.fixed), "an unknown line")

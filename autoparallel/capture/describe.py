@@ -84,6 +84,12 @@ def describe(
     price_masks(graph, constants)
     numbers = {str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)}
     trace_findings.left_out.update(dict.fromkeys(require_static(graph, numbers)))
+    if kinds := [
+        x.kind.__name__ for x in outputs if isinstance(x, Size) and x.kind is not int and has_values(x.expression)
+    ]:
+        raise CaptureError(
+            f"a number that is passed in leaves the model as another {kinds[0]}"
+        )  # one that is fixed may
     require_dense_values(graph)
     require_positions(graph)
     require_same_dtypes(graph)
@@ -190,8 +196,6 @@ def _read_outputs(
                 outputs.append(Constant(out.arg.value))
             elif (kind := _KINDS.get(type(out.arg))) is not None:
                 size = nodes[out.arg.name].meta["val"]
-                if kind is not int and has_values(size):
-                    raise CaptureError(f"a number that is passed in leaves the model as another {kind.__name__}")
                 outputs.append(Constant(size) if isinstance(size, kind) else Size(size.node.expr, kind))
             else:
                 outputs.append(len(results))

@@ -447,12 +447,14 @@ class Recorder:
     def rebind(self, leaves: Sequence[Any]) -> list[Any]:
         """Gives the buffers that the run has bound to other tensors the values of those; leaves of what it makes that
         lie in one of these buffers are what that was (``old, self.p = self.p, new``), and get memory of their own."""
+        if not self._rebinds:  # a trace shows that gradients are switched off
+            return list(leaves)
         changed = {storage_mark(before) for before, _ in self._rebinds}
 
         def kept(value: Any) -> Any:
             return value.clone() if isinstance(value, torch.Tensor) and storage_mark(value) in changed else value
 
-        leaves = [kept(leaf) for leaf in leaves] if changed else list(leaves)
+        leaves = [kept(leaf) for leaf in leaves]
         values = [(before, kept(now)) for before, now in self._rebinds]
         with torch.no_grad():
             for before, value in values:
