@@ -84,12 +84,9 @@ def describe(
     price_masks(graph, constants)
     numbers = {str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)}
     trace_findings.left_out.update(dict.fromkeys(require_static(graph, numbers)))
-    if kinds := [
-        x.kind.__name__ for x in outputs if isinstance(x, Size) and x.kind is not int and has_values(x.expression)
-    ]:
-        raise CaptureError(
-            f"a number that is passed in leaves the model as another {kinds[0]}"
-        )  # one that is fixed may
+    numbers_out = [x for x in outputs if isinstance(x, Size) and x.kind is not int and has_values(x.expression)]
+    if numbers_out:  # of a number that is fixed, it is fixed, too
+        raise CaptureError(f"a number that is passed in leaves the model as another {numbers_out[0].kind.__name__}")
     require_dense_values(graph)
     require_positions(graph)
     require_same_dtypes(graph)
