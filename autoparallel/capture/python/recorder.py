@@ -431,7 +431,6 @@ class Recorder:
                 "register it in __init__, as a tensor of its final shape, and update its values; or call the plain "
                 "model once before compile(), if only a first call does",
             )
-        table[name] = before
         if now.shape != before.shape or now.dtype != before.dtype:
             replaces = refusal(
                 f"a call replaces the buffer {label}, {tuple(before.shape)} {before.dtype}, by one of "
@@ -440,7 +439,9 @@ class Recorder:
                 "keep its shape and dtype; if it is a cache for one shape, call the model once before compile()",
             )
             self._note_change(watched, name, before, now, replaces)
+            table[name] = before
             return
+        table[name] = before
         self.rebound.add(label)
         self._rebinds.append((before, now))
 

@@ -466,6 +466,20 @@ def table_that_is_replaced_and_written_to(run: Run) -> None:
     over_lengths(run, Sums(), (6, 8, 8))
 
 
+@program(batch=counted, refused="keep its shape and dtype")
+class RegistersWhatHasAGradient(Two):
+    """In the place of a buffer of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.register_buffer("last", h)  # refused
+        return self.b(h)
+
+
 @loop(refused="as an output")
 def tables_by_length(run: Run) -> None:
     """A dict by the length holds one for each."""
