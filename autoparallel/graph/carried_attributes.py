@@ -63,15 +63,13 @@ def as_argument(attributes: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor],
     return sizes, {label: x for label, x in attributes.items() if label not in sizes}
 
 
-def describe_attributes(attributes: Mapping[str, Any]) -> list[InputSpec | Any]:
-    """The inputs that these are; none has the batch as its first dim."""
-    numbers, others = as_argument(attributes)
-    specs: list[InputSpec | Any] = [
-        InputSpec(tuple(x.shape), x.dtype, False, 0, is_number=True) for x in numbers.values()
+def describe_attributes(argument: tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]) -> list[InputSpec | Any]:
+    """The inputs that attributes are, as a call is given them; none has the batch as its first dim."""
+    return [
+        InputSpec(tuple(x.shape), x.dtype, False, 0, is_number=is_number) if isinstance(x, torch.Tensor) else x
+        for values, is_number in zip(argument, (True, False), strict=True)
+        for x in values.values()
     ]
-    for x in others.values():
-        specs.append(InputSpec(tuple(x.shape), x.dtype, False, 0) if isinstance(x, torch.Tensor) else x)
-    return specs
 
 
 def without_attributes(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

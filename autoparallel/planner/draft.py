@@ -90,11 +90,11 @@ def capture_given(planner: Planner, call: Call) -> tuple[Captured, Call]:
     try:
         return planner.capture(call), call
     except ChangesAttributesError as error:
-        if CARRIED in pytree.tree_unflatten(call.specs, call.in_spec)[1]:
+        args, kwargs = pytree.tree_unflatten(call.specs, call.in_spec)
+        if CARRIED in kwargs:
             raise
-        attributes = {x: attribute_at(planner.model, x, planner.request.loss_fn) for x in error.values}
-    args, kwargs = pytree.tree_unflatten(call.specs, call.in_spec)
-    in_spec = pytree.tree_structure((args, {**kwargs, CARRIED: as_argument(attributes)}))
-    more = describe_attributes(attributes)
+        argument = as_argument({x: attribute_at(planner.model, x, planner.request.loss_fn) for x in error.values})
+    in_spec = pytree.tree_structure((args, {**kwargs, CARRIED: argument}))
+    more = describe_attributes(argument)
     layouts = (*call.layouts, *[None] * len(more))
     return capture_given(planner, replace(call, specs=(*call.specs, *more), layouts=layouts, in_spec=in_spec))

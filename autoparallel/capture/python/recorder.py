@@ -256,11 +256,11 @@ class Recorder:
                 "register it as a buffer (self.register_buffer)",
                 lambda recorder, _: bool(recorder.changed_constant()),
             )
-        if label := self.written_to():
+        if label := self.changed_carried():
             raise StateChangedError.refusing(
                 f"a call changes {label} in place, a tensor that calls replace,",
                 f"replace it each time (self.{label.rpartition('.')[2]} = ...)",
-                lambda recorder, _: bool(recorder.written_to()),
+                lambda recorder, _: bool(recorder.changed_carried()),
             )
         written: dict[str, Any] = {}
         for watched in list(self._watched.values()):
@@ -306,9 +306,9 @@ class Recorder:
         """A tensor in a list, dict or object that the run has changed in place; empty for none."""
         return next((name for name, fake in self._constants.items() if fake._version != self._versions[name]), "")
 
-    def written_to(self) -> str:
+    def changed_carried(self) -> str:
         """A tensor that the copy was given in the place of an attribute, and that the run has changed in place."""
-        return next(filter(None, (watched.written_to() for watched in self._watched.values())), "")
+        return next(filter(None, (watched.changed_carried() for watched in self._watched.values())), "")
 
     def _take(self, watched: Watched, name: str, line: str, written: dict[str, Any]) -> None:
         table, label = vars(watched.copy), watched.label(name)
@@ -336,9 +336,7 @@ class Recorder:
                 advice_on(now),
             )
             self._note_change(watched, name, before, now, changes)
-            table[name] = self._twin(before)
-            if name not in vars(watched.original):
-                del table[name]
+            self._put_back(watched, name, before)
             return
         if not self._is_reached(watched):
             raise refusal(
@@ -349,10 +347,14 @@ class Recorder:
         require_may_leave(now, label, line)
         written[label] = now
         self.written[label] = Written(vars(watched.original), name, now, name in watched.reads)
+        self._put_back(watched, name, before)
+
+    def _put_back(self, watched: Watched, name: str, before: Any) -> None:
+        """Puts back what an attribute of the copy was."""
         if name in vars(watched.original):
-            table[name] = self._twin(before)
+            vars(watched.copy)[name] = self._twin(before)
         else:
-            del table[name]
+            del vars(watched.copy)[name]
 
     def _note_change(self, watched: Watched, name: str, before: Any, now: Any, refused: CaptureError) -> None:
         """Notes that a call changes what it reads; raises where that cannot be given to it (see

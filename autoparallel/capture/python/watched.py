@@ -66,7 +66,7 @@ class Watched:
         """What stands in the place of an attribute."""
         return next((table[name] for table in self._tables() if name in table), MISSING)
 
-    def written_to(self) -> str:
+    def changed_carried(self) -> str:
         """The label of a carried tensor that the run has changed in place; empty for none."""
         names = (name for name, version in self._versions.items() if self.carried[name]._version != version)
         return next(map(self.label, names), "")

@@ -32,7 +32,13 @@ from autoparallel.graph.calls import (
     without_numbers,
 )
 from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec, refusal
-from autoparallel.graph.carried_attributes import CARRIED, ChangesAttributesError, describe_attributes, number_of
+from autoparallel.graph.carried_attributes import (
+    CARRIED,
+    ChangesAttributesError,
+    as_argument,
+    describe_attributes,
+    number_of,
+)
 from autoparallel.graph.python_state import OF_INPUTS, PythonState
 from autoparallel.placements import Layout, format_layout
 from autoparallel.plan import Plan
@@ -341,7 +347,7 @@ class Kinds:
     def _note_carried(self, before: Call, call: Call) -> None:
         """Keeps what calls before have had of sizes, and what this one makes of the attributes that it is given now:
         that they change is known."""
-        after = changing_of(describe_attributes(self.carried))
+        after = changing_of(describe_attributes(as_argument(self.carried)))
         history = self._forms.get(self._form(before), [changing_of(without_numbers(before.specs))])
         history = [(*sizes[: len(changing_of(call.specs)) - len(after)], *after) for sizes in history]
         if all(len(sizes) == len(changing_of(call.specs)) for sizes in history):  # of their first kinds still

@@ -66,8 +66,9 @@ class CallReader:
         with_target = self.has_loss_fn and len(args) > 0 and self._binds(args[:-1], kwargs)
         caches: list[Any] = []
         carried, problem = self._read_attributes() if self.kinds.carried else ({}, None)
-        attributes = describe_attributes(carried)
-        leaves, in_spec = flatten((args, {**kwargs, CARRIED: as_argument(carried)} if carried else kwargs), caches)
+        argument = as_argument(carried)
+        attributes = describe_attributes(argument)
+        leaves, in_spec = flatten((args, {**kwargs, CARRIED: argument} if carried else kwargs), caches)
         count = len(leaves) - len(attributes)
         mesh = self.kinds.maker.mesh
         modules = submodules(self.plain)
