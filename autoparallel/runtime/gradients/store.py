@@ -429,7 +429,7 @@ class GradientStore(Carrier):
         show_always(self.parameters.values(), False)
         if (divisor := window.divisor()) is not None:
             grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-            for alike in _torch.tensors.by_dtype(map(_torch.dtensor.local_of, grads)):
+            for alike in _torch.tensors.by_dtype(list(map(_torch.dtensor.local_of, grads))):
                 torch._foreach_div_(alike, divisor)
         self._hooks.call_after_window(window.names)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
-from autoparallel._torch.dtensor import spec_of
+from autoparallel._torch.dtensor import specs_of
 from autoparallel.placements import Layout, from_dtensor_placements, to_dtensor_placements
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.norms import norm as arithmetic
@@ -212,13 +213,10 @@ class Clipper:
             raise RuntimeError(f"{what} inside no_sync(): gradients are not reduced yet; call it after the window")
         store.passes.end_dead()
         pending = store.pending_layouts()
-        grads: dict[str, torch.Tensor] = {}
-        for name, parameter in store.parameters.items():
-            grad = parameter.grad
-            if grad is None:
-                continue
-            grads[name] = grad
-            if pending or not (type(grad) is DTensor and spec_of(grad) is spec_of(parameter)):  # type: ignore[arg-type]
+        grads = {name: grad for name, p in store.parameters.items() if (grad := p.grad) is not None}
+        parameters = [store.parameters[name] for name in grads]
+        if pending or not all(map(is_, specs_of(list(grads.values())), specs_of(parameters))):
+            for parameter, (name, grad) in zip(parameters, grads.items(), strict=True):
                 self._require_ours(what, name, parameter, grad, pending.get(name))
         if not grads or pending or store.window is not None:
             store.settle()
@@ -302,7 +300,8 @@ class Clipper:
     def _visible(self, norms: torch.Tensor, grads: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Norms in the dtype that users see: float64 for gradients of float64, else float32."""
         held = grads.values() if self.store.everyone is None else self.store.parameters.values()
-        return norms if any(p.dtype.to_real() == torch.float64 for p in held) else norms.float()
+        wide = any(dtype.to_real() == torch.float64 for dtype in {p.dtype for p in held})
+        return norms if wide else norms.float()
 
 
 def _empty(grads: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:

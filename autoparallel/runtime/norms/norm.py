@@ -39,11 +39,13 @@ def join(tensors: Sequence[Tensor]) -> list[Tensor]:
     The gradients that one collective has reduced lie side by side in its buffer, so that one kernel serves all of
     them. Empty tensors are left out.
     """
+    tensors = [t for t in tensors if t.numel()]
+    bases = [base for t in tensors if (base := t._base) is not None]
+    if len(set(map(id, bases))) == len(bases):
+        return tensors
     joined: list[Tensor] = []
     by_base: dict[int, tuple[Tensor, list[Tensor]]] = {}
     for t in tensors:
-        if not t.numel():
-            continue
         base = t._base
         if base is None:
             joined.append(t)
@@ -127,15 +129,20 @@ def local_sum(grads: Sequence[Tensor], p: float) -> Tensor:
         grads: at least one tensor; any shapes and dtypes, on one device.
         p: positive, or inf.
     """
-    device = grads[0].device
-    grads = [g for g in grads if g.numel()]
-    if not grads:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    grads = [g if not g.is_complex() else torch.view_as_real(settled(g)) if p == 2.0 else g.abs() for g in grads]
+    if not all(map(Tensor.numel, grads)):
+        device, grads = grads[0].device, [g for g in grads if g.numel()]
+        if not grads:
+            return torch.zeros((), dtype=torch.float64, device=device)
+    groups = [_real(alike, p) if alike[0].is_complex() else alike for alike in _torch.tensors.by_dtype(grads)]
     if math.isinf(p):
-        return torch.stack([_largest(g).double() for g in grads]).amax()
-    sums = [_norms(alike, p).pow(p).sum() for alike in _torch.tensors.by_dtype(grads)]
+        return torch.stack([_largest(g).double() for alike in groups for g in alike]).amax()
+    sums = [_norms(alike, p).pow(p).sum() for alike in groups]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+def _real(grads: Sequence[Tensor], p: float) -> list[Tensor]:
+    """Real tensors with the p-norms of complex ones."""
+    return [torch.view_as_real(settled(g)) if p == 2.0 else g.abs() for g in grads]
 
 
 def local_norm(grad: Tensor, p: float) -> Tensor:
@@ -193,7 +200,8 @@ def norms_here(sums: Sequence[Tensor], p: float, parts: Sequence[Sequence[int]])
         parts: for each norm, the indices of the sums that it is made of.
     """
     alone = [[sums[i] for i in part] or [torch.zeros_like(sums[0])] for part in parts]
-    totals = torch.stack([some[0] if len(some) == 1 else _over(torch.stack(some), p) for some in alone])
+    sums = [some[0] if len(some) == 1 else _over(torch.stack(some), p) for some in alone]
+    totals = sums[0].unsqueeze(0) if len(sums) == 1 else torch.stack(sums)
     return totals if math.isinf(p) else totals.pow(1.0 / p)
 
 
@@ -220,4 +228,5 @@ def _not_finite(x: Tensor) -> Tensor:
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """What gradients are multiplied by: ``max_norm / (norm + 1e-6)``, at most 1, as torch does."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    limit = torch.scalar_tensor(max_norm, dtype=norm.dtype, device="cpu")  # a Python number is one kernel more
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
