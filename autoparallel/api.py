@@ -222,7 +222,7 @@ def compile(
         tensors = [t.detach() for t in (*model.parameters(), *buffers) if t.device.type != "meta"]
         broadcast(tensors, agreement.ranks, whole_group(prefix))
         make_dtensors(model, mesh)
-    handle_operators(mesh.device_type)
+    handle_operators()
     everyone = whole_group_name(prefix) if staged else None
     store = GradientStore(inner, bind(inner, mesh), dict(model.named_parameters()), everyone)
     plans = None if cache is None else PlanCache(cache)

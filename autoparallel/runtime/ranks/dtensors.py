@@ -1,11 +1,11 @@
 """Operators that a script calls on parameters and gradients, where torch's ``DTensor`` does not as one process does.
 
 [Note: draws on DTensors] What ``parameter.normal_()`` or ``torch.randn_like(parameter.grad)`` draws should not depend
-on the mesh.  On GPUs torch moves each rank's generator to where its shard begins.  On CPUs it does nothing: every rank
-fills its shard from the start of the same stream, so that all shards hold the same numbers, a ``generator=`` is
-dropped, and a rank of another stage draws nothing, so that ranks draw apart ever after.  A CPU's generator cannot be
-moved to a place, so here every rank draws for the whole tensor, as one process would, and keeps its part.  Ranks must
-be seeded alike.
+on the mesh.  On GPUs torch moves each rank's generator to where its shard would begin, which is not where one process
+has it: not even one rank draws the numbers of a plain tensor.  On CPUs it does nothing: every rank fills its shard from
+the start of the same stream, so that all shards hold the same numbers, a ``generator=`` is dropped, and a rank of
+another stage draws nothing, so that ranks draw apart ever after.  So here every rank draws for the whole tensor, as one
+process would, and keeps its part.  Ranks must be seeded alike.
 
 [Note: lists of DTensors] Torch runs an operator on lists, such as ``torch._foreach_lerp_``, on the mesh of their first
 tensor, and takes no list that holds plain tensors, too: buffers, or a parameter beside the model's.  The stages of a
@@ -51,14 +51,12 @@ _TURNED = ("t_", "transpose_", "swapaxes_", "swapdims_")
 
 
 @cache  # once, for it wraps the functions of nn.init that there are
-def handle_operators(device: str) -> None:
-    """Has operators on ``DTensor``s, and what Python reads of them, be those of one process; ``device`` is the kind of
-    the mesh's."""
-    if device == "cpu" and not torch.accelerator.is_available():
-        drawn = [*_torch.dtensor.random_operators(), *_torch.dtensor.operators_of(_FILLED)]
-        _torch.dtensor.handle_operators(drawn, draw_whole)
-        _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_SAMPLED), sample_whole)
-        setattr(*_torch.nn.TRUNCATED_NORMAL, drawn_whole(getattr(*_torch.nn.TRUNCATED_NORMAL)))
+def handle_operators() -> None:
+    """Has operators on ``DTensor``s, and what Python reads of them, be those of one process."""
+    drawn = [*_torch.dtensor.random_operators(), *_torch.dtensor.operators_of(_FILLED)]
+    _torch.dtensor.handle_operators(drawn, draw_whole)
+    _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_SAMPLED), sample_whole)
+    setattr(*_torch.nn.TRUNCATED_NORMAL, drawn_whole(getattr(*_torch.nn.TRUNCATED_NORMAL)))
     setattr(*_torch.nn.ORTHOGONAL, drawn_whole(getattr(*_torch.nn.ORTHOGONAL)))
     watch_values()
     watch_writes()
