@@ -93,6 +93,8 @@ class Profile:
         copies: the kinds of collectives whose whole the backend has in memory of its own while they run, as gloo has
             what it reduces and scatters, and what it gathers.
         unfolds: whether convolutions in float64 have their input unfolded while they run, as those of a CPU have.
+        composes: whether a root mean square norm runs as the operators that it is made of, as on a CPU; elsewhere it
+            is one kernel.
         links: what was measured, in place of the numbers above.
         fuses: whether layers run through Inductor, which fuses pointwise operators and reductions; the prediction of
             a program knows of it, while the search prices operators one by one.
@@ -120,6 +122,7 @@ class Profile:
     overlap: float = 0.0
     copies: tuple[str, ...] = ()
     unfolds: bool = False
+    composes: bool = False
     links: tuple[Link, ...] = ()
     fuses: bool = False
     optimizer: OptimizerCost = ADAMW
@@ -261,6 +264,7 @@ CPU = Profile(
     copies=("all_gather", "reduce_scatter"),
     overlap=0.65,  # gloo's threads wait and copy beside a rank that has a core of its own: 0.65 to 0.73 measured
     unfolds=True,
+    composes=True,
 )
 
 

@@ -348,7 +348,7 @@ class _Body(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(target, Keeping):
             return target.call(lambda *a, **k: self.call_function(target.target, a, k), args, kwargs)
-        return call_without_data(target, args, kwargs)
+        return call_without_data(target, args, kwargs, self.rank.store.meter.profile)
 
 
 def _has_layers(program: fx.GraphModule) -> bool:

@@ -11,22 +11,37 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.hardware import Profile
 from autoparallel.operators.control_flow import inner_graphs, on_device
 from autoparallel.operators.flex import is_flex
 from autoparallel.operators.opaque import exit_module, function_class, has_own_backward
 from autoparallel.predict.attention import attention
 from autoparallel.rules.calls import is_tensor
 
+aten = torch.ops.aten
 _META = torch.device("meta")
 
 
-def call_without_data(target: Any, args: Any, kwargs: Any) -> Any:
+def call_without_data(target: Any, args: Any, kwargs: Any, profile: Profile) -> Any:
     """What an operator makes of tensors without data, as it makes those that it creates; attention as a CPU runs it."""
-    if target is torch.ops.aten.scaled_dot_product_attention.default:
+    if target is aten.scaled_dot_product_attention.default:
         return attention(*args, **kwargs)
+    if target is aten.rms_norm.default and _is_one_kernel(*args, profile=profile):
+        return _norm_in_one(*args)
     if "device" in kwargs:
         kwargs = {**kwargs, "device": _META}
     return on_device(target, _META)(*args, **kwargs)
+
+
+def _is_one_kernel(x: Tensor, _: object, weight: Tensor | None = None, *__: object, profile: Profile) -> bool:
+    """Whether a root mean square norm runs as one kernel; a compiler makes it of its operators, and fuses them."""
+    return not profile.composes and not profile.fuses and (weight is None or weight.dtype == x.dtype)
+
+
+def _norm_in_one(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """A root mean square norm as the kernel that reads, makes and keeps as much as its own, which none but GPUs have;
+    that keeps one number of each row, this one two."""
+    return aten.native_layer_norm(x, shape, weight, None, 0.0 if eps is None else eps)[0]
 
 
 def is_unseen(node: fx.Node) -> bool:

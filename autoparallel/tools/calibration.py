@@ -70,6 +70,7 @@ def calibrate(mesh: DeviceMesh, name: str = "measured") -> Profile:
         overlap=overlap,
         copies=base.copies,
         unfolds=base.unfolds,
+        composes=base.composes,
         links=tuple(links),
         host_bandwidth=_host_bandwidth(watch, 1 << 28) if large else None,
     )

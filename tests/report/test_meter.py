@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,15 +19,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from autoparallel import _torch
 from autoparallel.comm.groups import communicator_of, use_communicator
 from autoparallel.comm.simulate import simulate
-from autoparallel.hardware import CPU
+from autoparallel.hardware import CPU, H100, Profile
 from autoparallel.plan import Plan
 from autoparallel.predict.communicator import FORWARD, MeteredCommunicator
 from autoparallel.predict.meter import Clock, Ledger, Meter
+from autoparallel.predict.unseen import call_without_data
 from tests.distributed import run_distributed
 
 
@@ -161,6 +164,49 @@ class TestMeter:
             with meter, ledger.holding("values"):
                 metered()
             assert sum(ledger.peak.values()) == pytest.approx(_most_allocated(run("cpu")), rel=0.01)
+
+
+class _Names(TorchDispatchMode):
+    """The operators that run, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+class TestNorms:
+    """A root mean square norm is priced as the device runs it: as its operators on a CPU, as one kernel on a GPU."""
+
+    def step(self, device: str, call: Callable[..., torch.Tensor], weight_dtype: torch.dtype) -> list[str]:
+        x = torch.ones(4, 8, device=device, requires_grad=True)
+        weight = torch.ones(8, device=device, dtype=weight_dtype, requires_grad=True)
+        with _Names() as names:
+            call(x, [8], weight, 1e-6).backward(torch.ones(4, 8, device=device))
+        return names.names
+
+    def without_data(self, profile: Profile, dtype: torch.dtype = torch.float32) -> list[str]:
+        norm = torch.ops.aten.rms_norm.default
+        return self.step("meta", lambda *args: call_without_data(norm, args, {}, profile), dtype)
+
+    def test_a_cpu_runs_its_operators(self) -> None:
+        assert self.without_data(CPU) == self.step("cpu", torch.ops.aten.rms_norm.default, torch.float32)
+        assert "aten::pow" in self.without_data(CPU)
+
+    def test_a_gpu_runs_one_kernel_each_way(self) -> None:
+        assert [n for n in self.without_data(H100) if "norm" in n] == [
+            "aten::native_layer_norm",
+            "aten::native_layer_norm_backward",
+        ]
+        assert "aten::pow" not in self.without_data(H100)
+
+    def test_not_for_a_weight_of_another_dtype_nor_in_compiled_layers(self) -> None:
+        assert "aten::pow" in self.without_data(H100, torch.float64)
+        assert "aten::pow" in self.without_data(replace(H100, fuses=True))
 
 
 class TestMeteredCommunicator:

@@ -17,6 +17,7 @@ from torch import fx
 from autoparallel import _torch
 from autoparallel.graph.captured import refusal
 from autoparallel.graph.lines import line_of
+from autoparallel.hardware import Profile
 from autoparallel.passes.raise_row_views import find_heads
 from autoparallel.planner.calls.signatures import Signatures
 from autoparallel.predict.unseen import call_without_data, is_unseen, stand_in
@@ -56,10 +57,11 @@ class Kept:
     read: Mapping[fx.Node, bool]
 
 
-def kept_parts(graph: fx.Graph, size: Signatures, loss_chunks: int = 1) -> Kept:
+def kept_parts(graph: fx.Graph, size: Signatures, profile: Profile, loss_chunks: int = 1) -> Kept:
     """What the backward finds of each node.
 
     Args:
+        profile: whose kernels run.
         loss_chunks: into how many chunks of rows the loss is cut; what is made in chunks never exists whole.
     """
     saved_by_kind: dict[Hashable, Saved] = {}
@@ -76,7 +78,7 @@ def kept_parts(graph: fx.Graph, size: Signatures, loss_chunks: int = 1) -> Kept:
             continue
         key = size.call(node), *[tuple(map(str, x.meta["val"].stride())) for x in operands]
         if key not in saved_by_kind:
-            saved_by_kind[key] = _run(node, operands, size)
+            saved_by_kind[key] = _run(node, operands, size, profile)
         saved = saved_by_kind[key]
         owners[node] = node if saved.viewed is None else owners.get(operands[saved.viewed], operands[saved.viewed])
         for x, by in [*((operands[i], operands[i]) for i in saved.operands), *([(node, None)] if saved.result else [])]:
@@ -97,7 +99,7 @@ def kept_parts(graph: fx.Graph, size: Signatures, loss_chunks: int = 1) -> Kept:
     return Kept(parts, alone)
 
 
-def _run(node: fx.Node, operands: list[fx.Node], size: Signatures) -> Saved:
+def _run(node: fx.Node, operands: list[fx.Node], size: Signatures, profile: Profile) -> Saved:
     """Runs a call on tensors without data, of the sizes of the whole batch."""
     values: dict[fx.Node, Any] = {}
 
@@ -114,7 +116,7 @@ def _run(node: fx.Node, operands: list[fx.Node], size: Signatures) -> Saved:
             elif isinstance(val, torch.SymInt | torch.SymFloat):
                 values[x] = val.node.pytype(1)  # a number that a call brings, which is no size
             else:  # several tensors, or what is made of sizes for a call
-                values[x] = _call(x, *fx.map_arg((x.args, x.kwargs), value), size)
+                values[x] = _call(x, *fx.map_arg((x.args, x.kwargs), value), size, profile)
         return values[x]
 
     saved: dict[int, Any] = {}  # storages, which stay alive here, by id
@@ -126,7 +128,7 @@ def _run(node: fx.Node, operands: list[fx.Node], size: Signatures) -> Saved:
     arguments = fx.map_arg((node.args, node.kwargs), value)
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda _: torch.empty(0)):
-            results = _torch.tensors.tensors_in(_call(node, *arguments, size))
+            results = _torch.tensors.tensors_in(_call(node, *arguments, size, profile))
     except NotImplementedError as error:
         what = f"{operator_name(node.target)} cannot run on tensors without data, as planning does to see what is kept,"
         raise refusal(what, line_of(node), "write it with other operators or in a torch.autograd.Function") from error
@@ -149,7 +151,7 @@ def _is_known(value: Any, size: Signatures) -> bool:
     return isinstance(value, int) or value.node.expr.free_symbols <= size.actual.keys()
 
 
-def _call(node: fx.Node, args: Any, kwargs: Any, size: Signatures) -> Any:
+def _call(node: fx.Node, args: Any, kwargs: Any, size: Signatures, profile: Profile) -> Any:
     if is_unseen(node):
         return stand_in(node, args, kwargs, lambda traced: tuple(size(s) for s in traced.shape))
-    return call_without_data(node.target, args, kwargs)
+    return call_without_data(node.target, args, kwargs, profile)

@@ -64,7 +64,7 @@ class Subject:
     @cached_property
     def saved_tensors(self) -> Kept:
         """What the backward finds of each node."""
-        return kept_parts(self.captured.graph, self.size, self.loss_chunks)
+        return kept_parts(self.captured.graph, self.size, self.profile, self.loss_chunks)
 
     @cached_property
     def fingerprint(self) -> str:
