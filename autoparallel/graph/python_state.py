@@ -72,6 +72,11 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
+def _cannot_change(value: Any) -> bool:
+    """Whether nothing in a value can change in place, as in sizes."""
+    return is_plain(value) or type(value) is tuple and all(map(_cannot_change, value))
+
+
 def freeze(value: Any, deep: bool = False, outer: tuple[int, ...] = ()) -> Hashable:
     """What a value is compared by: containers and arrays by what is in them, others by identity.
 
@@ -176,7 +181,7 @@ class PythonState:
         """
         for label, (table, name, value) in self.attributes.items():
             now = table.get(name, MISSING)
-            if now is not value and (not is_plain(value) or freeze(now) != freeze(value)):
+            if now is not value and freeze(now) != freeze(value):
                 return label
         for label, guard in self.guards.items():
             if not guard.holds():
@@ -193,10 +198,10 @@ class PythonState:
         """What a value was, and what it is now."""
         if label in self.attributes:
             table, name, value = self.attributes[label]
-            return shown(value), shown(table.get(name, MISSING))
-        guard = self.guards[label]
-        now = shown(guard.read())
-        return guard.shown, now if now != guard.shown else f"another {now.removeprefix('a ')}"
+            before, now = shown(value), shown(table.get(name, MISSING))
+        else:
+            before, now = self.guards[label].shown, shown(self.guards[label].read())
+        return before, now if now != before else f"another {now.removeprefix('a ')}"
 
     def add(
         self, label: str, table: Mapping[str, Any], name: str, deep: bool = False, owner: object | None = None
@@ -208,7 +213,7 @@ class PythonState:
         """
         value, place = table.get(name, MISSING), (id(table if owner is None else owner), name)
         is_object = not deep and is_data(value) and not isinstance(value, _HOLDERS)
-        if value is MISSING or is_plain(value) or isinstance(value, OPAQUE) or is_object:
+        if value is MISSING or _cannot_change(value) or isinstance(value, OPAQUE) or is_object:
             self.attributes[self._label_at(place, label)] = table, name, value
         else:
             self.watch(label, partial(table.get, name, MISSING), place, deep)

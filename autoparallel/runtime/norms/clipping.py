@@ -213,7 +213,8 @@ class Clipper:
             raise RuntimeError(f"{what} inside no_sync(): gradients are not reduced yet; call it after the window")
         store.passes.end_dead()
         pending = store.pending_layouts()
-        grads = {name: grad for name, p in store.parameters.items() if (grad := p.grad) is not None}
+        found = _torch.tensors.grads_of(store.parameters.values())
+        grads = {name: grad for name, grad in zip(store.parameters, found, strict=True) if grad is not None}
         parameters = [store.parameters[name] for name in grads]
         if pending or not all(map(is_, specs_of(list(grads.values())), specs_of(parameters))):
             for parameter, (name, grad) in zip(parameters, grads.items(), strict=True):
