@@ -324,7 +324,7 @@ class ScoreWithEnableGrad(Two):
         return self.b(score)
 
 
-@program()
+@program(refused=None if torch.__version__ >= "2.13" else "write the derivative out", line=False)
 class JvpInside(Two):
     def forward(self, x: Tensor) -> Tensor:
         _, tangent = torch.func.jvp(lambda h: torch.tanh(h), (self.a(x),), (torch.ones_like(x),))

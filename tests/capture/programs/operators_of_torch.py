@@ -112,11 +112,11 @@ class Orthogonal(Two):
         return x @ torch.matrix_exp(skew) @ q
 
 
-@program(refused=None if torch.__version__ >= "2.13" else "write the derivative out")
+@program(refused=None if torch.__version__ >= "2.13" else "write the derivative out", line=False)
 class ForwardModeDerivative(Two):
-    """torch.func.jvp inside, which torch traces from 2.13 on."""
+    """torch.func.jvp inside, which torch traces from 2.13 on; before, it fails when all lines have run."""
 
-    def forward(self, x: Tensor) -> Tensor:  # refused
+    def forward(self, x: Tensor) -> Tensor:
         out, tangent = torch.func.jvp(lambda t: self.a(t).tanh(), (x,), (torch.ones_like(x),))
         return out + tangent
 
