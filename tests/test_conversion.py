@@ -21,6 +21,7 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
     "split": lambda a, b: a.split([1, 3])[1].contiguous(),
     "split by size": lambda a, b: b.split(2, 1)[1],
     "squeeze": lambda a, b: b.split(1)[2].squeeze(0),
+    "squeeze of all that are one": lambda a, b: b.split(1)[2].split(1, 1)[1].squeeze(),
     "squeeze of what is not one": lambda a, b: b.squeeze(0),
     "all of them": lambda a, b: torch.cat([a, b], 1).transpose(0, 1).chunk(4)[2].split(1)[1].squeeze(0),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -153,7 +154,9 @@ def _narrow(x: _Mark, dim: int, start: int, length: int) -> _Mark:
     return _Mark.of_pieces(_set(x.shape, dim, length), x.dtype, pieces)
 
 
-def _squeeze(x: _Mark, dim: int) -> _Mark:
+def _squeeze(x: _Mark, dim: int | None = None) -> _Mark:
+    if dim is None:
+        return reduce(_squeeze, reversed(range(x.dim())), x)
     dim %= x.dim()
     if x.shape[dim] != 1:
         return x

@@ -57,12 +57,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _version() -> str:
+    try:
+        return metadata.version("torch-autoparallel")
+    except metadata.PackageNotFoundError:  # it runs from its sources
+        return "(not installed)"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="autoparallel",
         description="Makes a plain PyTorch model train on a whole mesh, with the numbers of one device.",
     )
-    parser.add_argument("--version", action="version", version=f"autoparallel {metadata.version('torch-autoparallel')}")
+    parser.add_argument("--version", action="version", version=f"autoparallel {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     common = argparse.ArgumentParser(add_help=False)

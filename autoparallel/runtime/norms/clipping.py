@@ -213,8 +213,8 @@ class Clipper:
             raise RuntimeError(f"{what} inside no_sync(): gradients are not reduced yet; call it after the window")
         store.passes.end_dead()
         pending = store.pending_layouts()
-        found = _torch.tensors.grads_of(store.parameters.values())
-        grads = {name: grad for name, grad in zip(store.parameters, found, strict=True) if grad is not None}
+        pairs = zip(store.parameters, _torch.tensors.grads_of(store.parameters.values()), strict=True)
+        grads = {name: grad for name, grad in pairs if grad is not None}
         parameters = [store.parameters[name] for name in grads]
         if pending or not all(map(is_, specs_of(list(grads.values())), specs_of(parameters))):
             for parameter, (name, grad) in zip(parameters, grads.items(), strict=True):
