@@ -63,14 +63,18 @@ def _make_strided(emit: Emitter, node: fx.Node) -> Any:
     v = arguments(node)
     x: fx.Node = v["self"]
     start = relative_start(node)
-    assert start is not None, "what cannot be rewritten is refused before"
+    order = _order_in_memory(x.meta["val"])
+    assert start is not None and order is not None, "what cannot be rewritten is refused before"
+    in_order = order == sorted(order)
+    x = x if in_order else emit(aten.permute.default, x, order)
     flat = emit(aten.reshape.default, x, [-1])
     index = _positions(emit, v["size"], v["stride"], start, node.meta["val"].device)
     if node.target is aten.as_strided.default:
         return emit(aten.reshape.default, emit(aten.index_select.default, flat, 0, index), v["size"])
     source = emit(aten.reshape.default, v["src"], [-1])
     written = emit(aten.scatter.src, flat, 0, index, source)
-    return emit(aten.reshape.default, written, emit.sizes(x))
+    written = emit(aten.reshape.default, written, emit.sizes(x))
+    return written if in_order else emit(aten.permute.default, written, [order.index(d) for d in range(len(order))])
 
 
 def _positions(
@@ -96,11 +100,8 @@ def relative_start(node: fx.Node) -> int | None:
     piece in memory, or does not hold all of it, so that positions in it cannot be told."""
     v = arguments(node)
     value = v["self"].meta["val"]
-    expected: Any = sympy.Integer(1)
-    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if _size(size) != 1 and _size(stride) != expected:
-            return None
-        expected = expected * _size(size)
+    if _order_in_memory(value) is None:
+        return None
     offset = v["storage_offset"]
     start = sympy.Integer(0)
     if offset is not None:
@@ -110,6 +111,20 @@ def relative_start(node: fx.Node) -> int | None:
     last = int(start) + sum((_hint(s) - 1) * _hint(t) for s, t in zip(v["size"], v["stride"], strict=True))
     inside = int(start) >= 0 and last < _hint(value.numel())
     return int(start) if inside else None
+
+
+def _order_in_memory(value: torch.Tensor) -> list[int] | None:
+    """The dims of a tensor as they lie in memory, the outermost first; None where it does not lie in one piece."""
+    strides = value.stride()
+    order = sorted(range(value.ndim), key=lambda d: -_hint(strides[d]))
+    expected: Any = sympy.Integer(1)
+    for d in reversed(order):
+        if _size(value.shape[d]) == 1:
+            continue
+        if _size(strides[d]) != expected:
+            return None
+        expected = expected * _size(value.shape[d])
+    return order
 
 
 def _size(size: Any) -> sympy.Expr:

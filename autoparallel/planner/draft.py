@@ -75,10 +75,10 @@ def draft_captured(
 
 
 def call_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, with_target: bool = False) -> Call:
-    """A call with plain global inputs; of their tensors only shapes and dtypes matter."""
+    """A call with plain global inputs; the values of tensors matter where the model's Python reads them."""
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     specs, batch = describe_inputs(leaves)
-    return Call((), tuple(specs), (None,) * len(leaves), in_spec, batch, with_target, (), ())
+    return Call(tuple(leaves), tuple(specs), (None,) * len(leaves), in_spec, batch, with_target, (), ())
 
 
 def capture_given(planner: Planner, call: Call) -> tuple[Captured, Call]:

@@ -14,6 +14,10 @@ import autoparallel
 from autoparallel.comm.world import make_mesh
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.input_values import Input, Result, Step, Values, mapped
+from autoparallel.hardware import CPU
+from autoparallel.planner.draft import call_of
+from autoparallel.planner.planner import Planner
+from autoparallel.planner.request.request import Request
 from tests.captures import captured
 from tests.distributed import run_distributed
 
@@ -39,6 +43,13 @@ def test_only_the_input_that_is_read_is_kept() -> None:
     read = graph.state.inputs[0]
     assert graph.state.read_of(leaves) == (None, leaves[1])
     assert [value.value for value in read.reads] == [(list, ((int, 3), (int, 4)))]
+
+
+def test_what_is_read_is_planned_without_ranks() -> None:
+    """``python -m autoparallel plan --real-tensors`` and ``verify`` give a call its values, as a loop does."""
+    request = Request((("dp", 2),), CPU, "fsdp")
+    graph = Planner(Splits().double(), request).capture(call_of(batch(3, 4)))
+    assert [value.value for value in graph.state.inputs[0].reads] == [(list, ((int, 3), (int, 4)))]
 
 
 def test_the_inputs_are_not_changed_and_slices_have_bounds() -> None:

@@ -38,7 +38,7 @@ from autoparallel.graph.python_state import freeze
 
 _MADE_OF_NOTHING = frozenset((
     torch.arange, torch.tensor, torch.as_tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.eye,
-    torch.linspace, torch.scalar_tensor,
+    torch.linspace, torch.scalar_tensor, torch.div,
 ))  # fmt: skip
 """The functions whose results follow from numbers."""
 
@@ -117,8 +117,11 @@ class InputsRead:
         """
         if func is Tensor.__iter__ and args[0].ndim:
             return iter(self.follow(Tensor.unbind, Tensor.unbind, args, kwargs))
-        if func in _NONZERO and len(args) == 1 and not kwargs and (positions := self._positions(args[0])) is not None:
-            return positions if func is torch.where else self.follow(torch.stack, torch.stack, (positions, 1), {})
+        as_tuple = kwargs.get("as_tuple", func is torch.where)
+        if func in _NONZERO and len(args) == 1 and not {*kwargs} - {"as_tuple"}:
+            positions = self._positions(args[0])
+            if positions is not None:
+                return positions if as_tuple else self.follow(torch.stack, torch.stack, (positions, 1), {})
         args, kwargs = self._with_numbers(func, args, kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
         tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
@@ -284,7 +287,7 @@ _MADE_OF_SIZES = frozenset((torch.arange, torch.empty, torch.zeros, torch.ones, 
 _SIZED = frozenset((
     Tensor.view, Tensor.reshape, torch.reshape, Tensor.expand, Tensor.repeat, Tensor.split, torch.split,
     Tensor.unflatten, torch.unflatten, Tensor.narrow, torch.narrow, Tensor.new_empty, Tensor.new_zeros,
-    Tensor.new_ones, Tensor.new_full,
+    Tensor.new_ones, Tensor.new_full, torch.nn.functional.interpolate,
 ))  # fmt: skip
 """Functions behind whose first argument sizes stand, which may be tensors."""
 _NONZERO = frozenset((torch.where, torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere))

@@ -224,6 +224,22 @@ class ReadsAnotherPlaceOfAMemory(Reader):
         return self.b(self.a(x)[:, : first.item()])  # refused
 
 
+@program(batch=padded, ranks=True)
+class AttendsGloballyWhereAsked(Reader):
+    """As Longformer does: positions as a tuple, a length that is divided by torch, a size of an interpolation."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Any:
+        h = self.a(x).tanh()
+        if not (mask == 0).flatten().any().item():
+            return self.b(h)
+        asked = mask.nonzero(as_tuple=True)
+        most = mask.sum(1).max()
+        kept = torch.div(h.shape[1], 2, rounding_mode="trunc") + most
+        spread = F.interpolate(h.mT, size=(kept,), mode="linear").sum(-1)
+        chosen = h[asked] * len(asked[0])
+        return self.b(h.index_put(asked, chosen)).sum(1) + self.b(spread)
+
+
 @program(batch=ragged, refused="keep it a tensor")
 class WritesWhatItComputesThroughAView(Reader):
     """Nobody knows the values of a memory to which what follows from parameters was written, by another name of it."""
