@@ -74,7 +74,8 @@ class DataAccess(TorchFunctionMode):
                 "the model writes to x.data or x.detach() of a tensor that is differentiated, which changes its values "
                 "behind autograd's back,",
                 line_of_frame(sys._getframe(1)),
-                "compute a new tensor; for another value with the same gradient write x + (value - x).detach()",
+                "compute a new tensor; for another value with the same gradient write x + (value - x).detach(). A "
+                "parameter is changed in the loop, under torch.no_grad() behind optimizer.step(), and not in forward",
             )
 
 
