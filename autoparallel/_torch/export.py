@@ -25,7 +25,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.fx.experimental.proxy_tensor import _ModuleStackTracer, get_proxy_mode
+from torch.fx.experimental.proxy_tensor import _ModuleStackTracer, disable_proxy_modes_tracing, get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
 from torch.fx.node import has_side_effect
@@ -209,6 +209,12 @@ def graph_of_trace() -> fx.Graph | None:
     """The graph that is being traced on this thread."""
     mode = get_proxy_mode()
     return None if mode is None else mode.tracer.graph
+
+
+def result_untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a function gives, which leaves no call in the trace."""
+    with disable_proxy_modes_tracing():
+        return function(*args, **kwargs)
 
 
 def place_in_trace() -> tuple[fx.Graph | None, int]:

@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import attention
+from torch.nn import attention, functional
 from torch.nn.modules import module as modules
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.utils import parametrize
 from torch.utils.hooks import BackwardHook
 from torch.utils.module_tracker import ModuleTracker
+
+REQUIRES_ROWS = vars(functional)["_verify_batch_size"].__code__
+"""Where a batch norm raises for one value per channel."""
 
 
 def is_fully_sharded(module: nn.Module) -> bool:

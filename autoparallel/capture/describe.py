@@ -84,7 +84,12 @@ def describe(
     price_masks(graph, constants)
     numbers = {str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)}
     trace_findings.left_out.update(dict.fromkeys(require_static(graph, numbers)))
-    numbers_out = [x for x in outputs if isinstance(x, Size) and x.kind is not int and has_values(x.expression)]
+    read = [(name, user.meta.get("val")) for name in numbers for user in nodes[name].users]
+    symbols = {x.node.expr: name for name, x in read if isinstance(x, torch.SymInt | torch.SymFloat)}
+    unknown = [
+        x for x in outputs if isinstance(x, Size) and has_values(x.expression.xreplace(dict.fromkeys(symbols, 1)))
+    ]
+    numbers_out = [x for x in unknown if x.kind is not int]
     if numbers_out:  # of a number that is fixed, it is fixed, too
         raise CaptureError(f"a number that is passed in leaves the model as another {numbers_out[0].kind.__name__}")
     require_dense_values(graph)
@@ -123,7 +128,7 @@ def describe(
     return Captured(
         module, parameters, buffers, constants, inputs, mutated, outputs, trace_findings.spec, objective.loss, flowing,
         detached, actual, objective.weight, attributes=attributes,
-        lengths=lengths, guards=guards,
+        lengths=lengths, guards=guards, number_symbols=symbols,
     )  # fmt: skip
 
 

@@ -199,6 +199,12 @@ def sizes_of(captured: Captured, specs: Sequence[Any]) -> dict[Any, int]:
     return actual
 
 
+def values_of(captured: Captured, specs: Sequence[Any]) -> dict[Any, int | float]:
+    """The values in a call of the symbols of sizes and of numbers."""
+    arguments = dict(zip(captured.inputs, without_numbers(specs), strict=True))
+    return sizes_of(captured, specs) | {symbol: arguments[name] for symbol, name in captured.number_symbols.items()}
+
+
 def count_microbatches(most: int, rows: int, fits: Callable[[int], bool]) -> int:
     """Into how many microbatches a call is cut that is not differentiated: as many as divide its rows and fit.
 

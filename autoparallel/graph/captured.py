@@ -91,8 +91,8 @@ Leaf = int | Constant | Size
 """One leaf of the output; a tensor as its index among the graph's outputs."""
 
 
-def leaf_value(leaf: Leaf, results: Sequence[Any], sizes: Mapping[Any, int]) -> Any:
-    """One leaf of a call's output, from the graph's outputs and the sizes of the traced symbols."""
+def leaf_value(leaf: Leaf, results: Sequence[Any], sizes: Mapping[Any, int | float]) -> Any:
+    """One leaf of a call's output, from the graph's outputs and the values of the traced symbols."""
     if isinstance(leaf, Constant):
         return leaf.value
     return leaf.kind(leaf.expression.subs(sizes)) if isinstance(leaf, Size) else results[leaf]
@@ -118,6 +118,7 @@ class Captured:
         lengths: those of the symbols that are no sizes of the batch.
         guards: what the trace took for granted of the symbols; it serves sizes of which all of it is true.
         numbers: the leaves of the inputs that are numbers of Python's and left open.
+        number_symbols: what stands for them in what is made of them, with their placeholders' names.
         pinned: the attributes that are numbers which the call changes, and of which the trace serves one alone, with
             the line that fixes it.
         fixed: the lines at which the model fixed sizes or numbers that were to be open.
@@ -166,6 +167,7 @@ class Captured:
     lengths: frozenset[sympy.Symbol] = frozenset()
     guards: tuple[SizeGuard, ...] = ()
     numbers: tuple[int, ...] = ()
+    number_symbols: dict[sympy.Symbol, str] = field(default_factory=dict)
     pinned: dict[str, str] = field(default_factory=dict)
     fixed: tuple[str, ...] = ()
     left_out: frozenset[int] = frozenset()

@@ -31,25 +31,32 @@ class ChangesAttributesError(CaptureError):
 
     Attributes:
         values: what it makes of them, by label.
+        lines: at which it does.
     """
 
-    def __init__(self, text: str, values: Mapping[str, Any]) -> None:
+    def __init__(self, text: str, changes: Mapping[str, tuple[Any, str]]) -> None:
         RuntimeError.__init__(self, text)  # the ranks go on, so none of them is told of it
-        self.values = {label: _form_of(value) for label, value in values.items()}
+        self.values = {label: _form_of(value) for label, (value, _) in changes.items()}
+        self.lines = {label: line for label, (_, line) in changes.items()}
 
 
 def _form_of(value: Any) -> Any:
     """A value that does not belong to a trace."""
     if isinstance(value, torch.Tensor):
         return torch.empty([int(size) for size in value.shape], dtype=value.dtype, device="meta")
+    if isinstance(value, torch.SymFloat):  # perhaps of another one that is open
+        return 0.0
     return int(value) if isinstance(value, torch.SymInt) else value
 
 
 def may_be_carried(value: Any) -> bool:
-    """Whether a call can be given a value: a bool, a whole number, which may be open, or a tensor without gradient."""
+    """Whether a call can be given a value: a bool, a number, which may be open, a string, or a tensor without
+    gradient."""
     if isinstance(value, torch.Tensor):
         return not value.requires_grad
-    return isinstance(value, bool | torch.SymInt) or type(value) is int and abs(value) < _LARGEST
+    return isinstance(value, bool | str | float | torch.SymInt | torch.SymFloat) or (
+        type(value) is int and abs(value) < _LARGEST
+    )
 
 
 def as_argument(attributes: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -23,6 +23,14 @@ def is_same(before: Any, now: Any) -> bool:
     return before is now or type(before) is type(now) and is_plain(now) and freeze(before) == freeze(now)
 
 
+def is_remade(before: Any, now: Any) -> bool:
+    """The same for a list, a tuple or a dict of such values as well (``self.anchors = [a.to(x) for a in
+    self.anchors]``)."""
+    if type(before) is not type(now) or type(now) not in (list, tuple, dict):
+        return is_same(before, now)
+    return len(before) == len(now) and all(map(is_remade, flat(before), flat(now)))
+
+
 def entries_of(container: Any) -> Any:
     """A copy of a container; of an object without a ``__dict__``, its attributes; of numbers, what compares them."""
     if isinstance(container, BY_VALUE):

@@ -3,6 +3,7 @@ leaves open, which are of torch's own types."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -37,13 +38,34 @@ class _Type(type, metaclass=_Asking):
     """As ``type``."""
 
 
-STAND_INS: Mapping[str, Any] = {"isinstance": _is_instance, "type": _Type}
+def _divmod(x: Any, y: Any, /) -> Any:
+    """As ``divmod``, which torch's types have not."""
+    return (x // y, x % y) if {type(x), type(y)} & _KINDS.keys() else divmod(x, y)
+
+
+def _max(*values: Any, **options: Any) -> Any:
+    """As ``max``, which asks which number is the larger one."""
+    return functools.reduce(torch.sym_max, values) if _are_open(values) else max(*values, **options)
+
+
+def _min(*values: Any, **options: Any) -> Any:
+    """As ``min``."""
+    return functools.reduce(torch.sym_min, values) if _are_open(values) else min(*values, **options)
+
+
+def _are_open(values: tuple[Any, ...]) -> bool:
+    """Whether some numbers are known only when the program runs, at least one of them."""
+    kinds = {*map(type, values)}
+    return len(values) > 1 and torch.SymFloat in kinds and kinds <= {torch.SymFloat, torch.SymInt, float, int}
+
+
+STAND_INS: Mapping[str, Any] = {"isinstance": _is_instance, "type": _Type, "divmod": _divmod, "max": _max, "min": _min}
 """What stands for functions of Python in modules of the user's while models are traced."""
 
 
 def is_stand_in(value: Any) -> bool:
     """Whether a global of a user's module is there only while a model is traced."""
-    return value is _is_instance or value is _Type
+    return any(value is stand_in for stand_in in STAND_INS.values())
 
 
 def modules_of_users() -> Iterator[ModuleType]:

@@ -27,7 +27,16 @@ from autoparallel.capture.python.changes import (
     is_first_value,
     require_may_leave,
 )
-from autoparallel.capture.python.containers import BY_VALUE, entries_of, flat, holds, holds_the_same, is_same, refill
+from autoparallel.capture.python.containers import (
+    BY_VALUE,
+    entries_of,
+    flat,
+    holds,
+    holds_the_same,
+    is_remade,
+    is_same,
+    refill,
+)
 from autoparallel.capture.python.observed_classes import observe, release, written_to
 from autoparallel.capture.python.reads import note_read, note_read_of_class
 from autoparallel.capture.python.watched import INTERNAL, TABLES, Watched
@@ -82,7 +91,7 @@ class Recorder:
         self.registered: dict[str, bool] = {}
         self.written: dict[str, Written] = {}
         self._class_reads: set[tuple[type, str]] = set()
-        self._changes: dict[str, tuple[Any, CaptureError]] = {}
+        self._changes: dict[str, tuple[Any, str, CaptureError]] = {}
         originals: list[Any] = memo.get(id(memo), [])
         self._watched: dict[int, Watched] = {}
         self._recording = False
@@ -94,12 +103,18 @@ class Recorder:
                 if id(vars(module)) not in self._watched:
                     self._watch(".".join(filter(None, (prefix, path))), theirs.get_submodule(path), module)
         modules = [*model.modules(), *(loss[0].modules() if loss else ())]
-        places = [(w.label(n), x) for w in self._watched.values() for n, x in vars(w.copy).items()]
-        holders = {id(x): label for label, x in sorted(places, key=lambda place: -place[0].count("."))}
-        for original in originals:
-            twin = memo.get(id(original))
-            if is_data(original) and twin is not original and id(vars(twin)) not in self._watched:
-                self._watch(holders.get(id(twin), type(original).__name__), original, twin)
+        twins = {id(memo[id(x)]): x for x in originals if is_data(x) and memo.get(id(x), x) is not x}
+        held = [(w.label(n), x) for w in self._watched.values() for n, x in vars(w.copy).items()]
+        places = deque(sorted(held, key=lambda place: place[0].count(".")))
+        while places:  # what modules hold, and then what that holds
+            label, twin = places.popleft()
+            if id(twin) in twins and id(vars(twin)) not in self._watched:
+                self._watch(label, twins[id(twin)], twin)
+                places.extend((f"{label}.{name}", x) for name, x in vars(twin).items())
+        for original in twins.values():
+            twin = memo[id(original)]
+            if id(vars(twin)) not in self._watched:
+                self._watch(type(original).__name__, original, twin)
 
         tables = {id(vars(w.original)) for w in self._watched.values()}
         tables |= {id(vars(m)[kind]) for m in modules for kind in ("_buffers", "_parameters")}
@@ -220,10 +235,13 @@ class Recorder:
     def write(self, table: dict[str, Any], name: str) -> None:
         """Notes that an attribute is written."""
         frame = sys._getframe(2)
-        if self._recording and name[0] == "_" and _is_bookkeeping(frame.f_globals.get("__name__")):
-            self._watched[id(table)].ignored.add(name)
-        elif self._recording:
-            self._watched[id(table)].writes[name] = line_of_frame(frame)
+        if not self._recording:
+            return
+        watched = self._watched[id(table)]
+        if name[0] == "_" and _is_bookkeeping(frame.f_globals.get("__name__")):
+            watched.ignored.add(name)
+        elif not isinstance(getattr(type(watched.original), name, None), property):  # whose setter writes another one
+            watched.writes[name] = line_of_frame(frame)
 
     # -- when it has run --------------------------------------------------------------------------------------------
 
@@ -277,12 +295,14 @@ class Recorder:
                 raise StateChangedError(partial(refused_draw, what), lambda recorder, _: recorder.is_changed(number))
             raise StateChangedError.refusing(
                 f"a call changes {what} that outlives it,",
-                "return what is collected as an output, or keep it in a registered buffer",
+                "return what is collected as an output, or keep it in a registered buffer; a table for each length can "
+                "be one attribute, for the longest so far (self.table = ...)",
                 lambda recorder, _: recorder.is_changed(number),
             )
         if self._changes:
-            (_, refused), *_ = self._changes.values()
-            raise ChangesAttributesError(str(refused), {label: now for label, (now, _) in self._changes.items()})
+            (_, _, refused), *_ = self._changes.values()
+            changes = {label: (now, line) for label, (now, line, _) in self._changes.items()}
+            raise ChangesAttributesError(str(refused), changes)
         for watched in self._watched.values():
             watched.writes.clear()
         return dict(sorted(written.items()))
@@ -325,7 +345,8 @@ class Recorder:
                     self._take_registered(watched, tensors, name, line, written)
                     return
         now = table.get(name, MISSING)
-        if is_same(self._twin(before), now):
+        if is_remade(self._twin(before), now):
+            self._put_back(watched, name, before)
             return
         if now is MISSING:
             raise refusal(f"a call deletes {label}", line, "do so outside of forward")
@@ -335,7 +356,7 @@ class Recorder:
                 line,
                 advice_on(now),
             )
-            self._note_change(watched, name, before, now, changes)
+            self._note_change(watched, name, line, before, now, changes)
             self._put_back(watched, name, before)
             return
         if not self._is_reached(watched):
@@ -356,12 +377,14 @@ class Recorder:
         else:
             del vars(watched.copy)[name]
 
-    def _note_change(self, watched: Watched, name: str, before: Any, now: Any, refused: CaptureError) -> None:
+    def _note_change(
+        self, watched: Watched, name: str, line: str, before: Any, now: Any, refused: CaptureError
+    ) -> None:
         """Notes that a call changes what it reads; raises where that cannot be given to it (see
         ``graph.carried_attributes``)."""
         if not self._is_reached(watched) or not (may_be_carried(before) and may_be_carried(now)):
             raise refused
-        self._changes[watched.label(name)] = now, refused
+        self._changes[watched.label(name)] = now, line, refused
 
     def _take_carried(self, watched: Watched, name: str, line: str, written: dict[str, Any]) -> None:
         """What a call makes of an attribute that it was given."""
@@ -440,7 +463,7 @@ class Recorder:
                 line,
                 "keep its shape and dtype; if it is a cache for one shape, call the model once before compile()",
             )
-            self._note_change(watched, name, before, now, replaces)
+            self._note_change(watched, name, line, before, now, replaces)
             table[name] = before
             return
         table[name] = before

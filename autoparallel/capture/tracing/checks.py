@@ -91,7 +91,8 @@ def _sym_bool(self: torch.SymBool) -> bool:
     if trace is not None and unasked:
         frame = sys._getframe(1)
         frame = frame.f_back or frame if frame.f_code is _OF_SIZES else frame
-        if not frame.f_code.co_filename.startswith((OURS, _torch.export.FOLDER)):
+        of_torch = frame.f_code.co_filename.startswith((OURS, _torch.export.FOLDER))
+        if not of_torch or frame.f_code is _torch.nn.REQUIRES_ROWS:
             _torch.export.note_of_one(self, answer)
     return answer
 

@@ -12,6 +12,7 @@ torch is replaced while any thread traces, by one that does as torch does on all
 
 from __future__ import annotations
 
+import dis
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -53,7 +54,7 @@ from autoparallel.capture.tracing.values_read import NAMES as VALUES_READ
 from autoparallel.capture.tracing.values_read import READING
 from autoparallel.graph.captured import RAISED, CaptureError, note_raised
 from autoparallel.graph.lines import line_of_frame
-from autoparallel.graph.python_state import MISSING, OURS, is_library
+from autoparallel.graph.python_state import MISSING, OURS, is_installed, is_library
 from autoparallel.operators.opaque import opaque_calls
 
 
@@ -123,7 +124,24 @@ def _squeeze(_: Trace, squeeze: Any, *args: Any, **kwargs: Any) -> Any:
     return squeeze(*args, **kwargs)
 
 
+def _cast(trace: Trace, cast: Any, *args: Any, **kwargs: Any) -> Any:
+    """The tensor itself, where that is what comes of it: of one that the model holds in a list the call would be taken
+    for one of another trace."""
+    traced = bool(args) and id(args[0]) in trace.existing and _torch.export.graph_of_trace() is not None
+    if traced and _torch.export.result_untraced(cast, *args, **kwargs) is args[0]:
+        return args[0]
+    return cast(*args, **kwargs)
+
+
+_CASTS = (
+    "to", "type", "type_as", "cpu", "cuda", "flatten", "positive", "__pos__", "bool", "int", "long", "half", "bfloat16",
+    "float", "double",
+)  # fmt: skip
+
 _FOLLOWED = {
+    **{getattr(torch.Tensor, name): _cast for name in _CASTS},
+    torch.flatten: _cast,
+    torch.positive: _cast,
     torch.Tensor.view: _view,
     torch.Tensor.squeeze: _squeeze,
     torch.squeeze: _squeeze,
@@ -225,15 +243,27 @@ def _convert(original: Callable[..., Any]) -> Callable[..., Any]:
     """What stands for a method that makes a number of a size, or of a value that is read: only a trace cannot."""
 
     def method(self: _torch.export.SymNode, *place: Any) -> Any:
+        frame, trace = sys._getframe(2), listening()  # what asks is int(n) in between
+        by_model = not frame.f_code.co_filename.startswith((OURS, _torch.export.FOLDER))
+        if by_model and trace is not None and original is _GUARD_FLOAT and self.expr.free_symbols:
+            trace.fixed.setdefault(-len(trace.fixed), line_of_frame(frame))
         try:
             return original(self, *place)
         except _torch.export.OF_TRACES as error:
-            frame = sys._getframe(2)  # what asks is int(n) in between
-            if not frame.f_code.co_filename.startswith((OURS, _torch.export.FOLDER)):
+            if by_model:
                 note_raised(error)
             raise
 
     return method
+
+
+def _hash(self: torch.SymInt) -> int:
+    """That of the number where the model looks something up by it; nobody keeps what stands for it as a key."""
+    frame = sys._getframe(1)
+    looks_up = dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("BINARY", "CONTAINS"))
+    if listening() is None or not looks_up or is_installed(frame.f_code.co_filename):
+        return _HASH(self)
+    return hash(int(self))
 
 
 def _guard_bool(self: _torch.export.SymNode, file: str, line: int) -> bool:
@@ -358,6 +388,8 @@ _NAMED_BUFFERS = torch.nn.Module.named_buffers
 _ASKED: tuple[Any, ...] = (torch.compiler.is_compiling, torch.compiler.is_exporting)
 _VALIDATE_DEVICE = getattr(*_torch.export.VALIDATE_DEVICE)
 _TO = torch.nn.Module.to
+_HASH = torch.SymInt.__hash__
+_GUARD_FLOAT = _torch.export.SymNode.guard_float
 _IS_SCRIPTING: Any = vars(torch.jit)["is_scripting"]
 _CALL_SCRIPT: Any = torch._C.ScriptFunction.__call__
 _SYNC_BATCH_NORM = torch.nn.SyncBatchNorm.forward
@@ -393,6 +425,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     (*_torch.export.VALIDATE_DEVICE, _validate_device),
     (torch.nn.Module, "named_buffers", _named_buffers),
     (torch.nn.Module, "to", _to),
+    (torch.SymInt, "__hash__", _hash),
     (torch._C.ScriptFunction, "__call__", _call_script),
     (torch.Tensor, "__getattr__", _attribute),
     (torch.nn.SyncBatchNorm, "forward", _sync_batch_norm),

@@ -15,7 +15,7 @@ from autoparallel._torch.tensors import storage_mark
 from autoparallel.comm.groups import settle
 from autoparallel.comm.waiting import note_raised
 from autoparallel.graph.caches import release
-from autoparallel.graph.calls import Call, sizes_of
+from autoparallel.graph.calls import Call, sizes_of, values_of
 from autoparallel.graph.captured import Captured, leaf_value
 from autoparallel.graph.changed_arguments import ARGUMENTS, make_changes
 from autoparallel.graph.lines import place_of_error
@@ -121,7 +121,7 @@ def _deliver(
         if any(p.kind == "S" for p in layout):  # it stays as it lies over the mesh
             local = values[i] if values[i].requires_grad else values[i].contiguous()
             values[i] = DTensor.from_local(local, maker.mesh, placements, run_check=False)
-    sizes = sizes_of(captured, call.specs) if captured.returns_sizes else {}
+    sizes = values_of(captured, call.specs) if captured.returns_sizes else {}
     for name, (spec, parts) in captured.attributes.items():
         value = pytree.tree_unflatten([leaf_value(leaf, values, sizes) for leaf in parts], spec)
         if name == ARGUMENTS:

@@ -52,6 +52,9 @@ from autoparallel.text import LOGGER
 ReadCall = Callable[[], tuple[Call, str | None]]
 """Reads a call, and why this rank cannot make it, if it cannot."""
 
+_MOST_VALUES = 8
+"""Of so many values of an attribute that calls change each may have a trace of its own."""
+
 MANY_VALUES = 3
 """Of so many changes of one value of Python's a call is advised to read a tensor instead."""
 
@@ -168,6 +171,8 @@ class Kinds:
         self._next: dict[Key, int] = {}  # of a kind: in which of these the call after its first one finds Python
         self._forms: dict[object, list[tuple[int | float, ...]]] = {}  # by form: sizes and numbers of such calls
         self._fixing: set[object] = set()  # forms of calls whose numbers the model fixes
+        self._changed_at: dict[str, str] = {}  # by label: the lines that change what is carried
+        self._fixed: dict[str, dict[float | str, str]] = {}  # by label: what had a trace of its own, and the line
         self._noted: set[str] = set()  # why sizes have kinds of their own, as far as it has been said
         self.store.before_backward = self._agree_on_backward
 
@@ -286,12 +291,13 @@ class Kinds:
                         _torch.export.without_modes(),
                     ):
                         kind = self.maker.make_kind(search.call, search.trace)
-                    self._require_open(kind.runner.captured, search.key)
+                    self._require_open(kind.runner.captured, search)
                     self._add(kind, search, started)
             except ChangesAttributesError as error:
                 if error.values.keys() <= self.carried.keys():
                     raise CaptureError(str(error)) from None
                 self.carried.update(error.values)
+                self._changed_at.update(error.lines)
             except FailsUntraced as error:
                 if error.raised_by_model is None:
                     raise
@@ -307,13 +313,34 @@ class Kinds:
         self._note_carried(call, read()[0])
         return self.of(read)
 
-    def _require_open(self, captured: Captured, key: Key) -> None:
+    def _require_open(self, captured: Captured, search: KindSearch) -> None:
         """Raises where all calls so far fix a number that they change: each would be of another kind."""
+        key = search.key
         before = [kind.runner.captured for k in {key, replace(key, sizes=None)} for kind in self._kinds.get(k, ())]
         for label, line in captured.pinned.items():
             if before and all(label in x.pinned for x in before):
                 what = f"every call changes {label}, a number, and fixes what it computes by it"
-                raise refusal(what, line, "make it a registered buffer (self.n += 1 works on a tensor), or pass it in")
+                cure = "make it a registered buffer (self.n += 1 works on a tensor), and take torch's functions of it"
+                raise refusal(what, line, f"{cure} (torch.cos), or pass it in")
+        self._require_few_values(captured, search.call)
+
+    def _require_few_values(self, captured: Captured, call: Call) -> None:
+        """Raises where the floats or strings that a call changes have had many values, each with a trace of its own."""
+        carried = pytree.tree_unflatten(call.specs, call.in_spec)[1].get(CARRIED, ({}, {}))[1]
+        for label, spec in carried.items():
+            value = spec.value if isinstance(spec, NumberSpec) and not captured.numbers else spec
+            if not isinstance(value, float | str) or label not in captured.attributes:
+                continue
+            values = self._fixed.setdefault(label, {})
+            values.setdefault(value, next(reversed(captured.fixed), ""))
+            if len(values) > _MOST_VALUES:
+                what = (
+                    f"calls change {label}, and each of the {len(values)} values that it has had needs its own trace,"
+                )
+                line = next(filter(None, values.values()), self._changed_at[label])
+                cure = "make it a registered buffer (self.x *= 0.9 works on a tensor)"
+                cure = "set it outside of forward" if isinstance(value, str) else cure
+                raise refusal(what, line, f"{cure}, or pass it in")
 
     def _search(self, keyed: KeyedCall) -> KindSearch:
         """Looks for the kind of a call among those that there are."""

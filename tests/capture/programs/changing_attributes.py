@@ -423,9 +423,9 @@ def begins_anew_at_a_number(run: Run) -> None:
     over_lengths(run, Cycling(), (6,) * 10)
 
 
-@loop(line=False, refused="registered buffer")
+@loop(refused="torch.cos")
 def weighs_by_a_cosine(run: Run) -> None:
-    """A function of Python's of a number fixes it, without a word."""
+    """A function of Python's of a number fixes it."""
 
     class Cosine(Two):
         def __init__(self) -> None:
@@ -434,20 +434,9 @@ def weighs_by_a_cosine(run: Run) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
-            return self.b(self.a(x)) * math.cos(math.pi * self.calls / 8)
+            return self.b(self.a(x)) * math.cos(math.pi * self.calls / 8)  # refused
 
     over_lengths(run, Cosine(), (6,) * 4)
-
-
-@program(batch=counted, refused="registered buffer")
-class AnnealsInPython(Two):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tau = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.tau = max(0.5, self.tau * 0.9)  # refused
-        return self.b(torch.softmax(self.a(x) / self.tau, -1))
 
 
 @loop(refused="each time")
@@ -480,7 +469,7 @@ class RegistersWhatHasAGradient(Two):
         return self.b(h)
 
 
-@loop(refused="as an output")
+@loop(refused="longest so far")
 def tables_by_length(run: Run) -> None:
     """A dict by the length holds one for each."""
 

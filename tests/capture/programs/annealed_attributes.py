@@ -1,0 +1,181 @@
+"""Floats, strings and counts that calls read and change, wherever a model keeps them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from tests.capture.programs.changing_attributes import over_lengths
+from tests.capture.programs.inplace import Two
+from tests.capture.registry import loop, program
+from tests.capture.runner import Run
+
+
+class Tempered(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tau = 1.0
+
+
+@loop(ranks=True)
+def temperature_that_decays(run: Run) -> None:
+    """One trace serves all values but the first."""
+
+    class Decaying(Tempered):
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.softmax(self.a(x) / self.tau, -1)
+            self.tau *= 0.99
+            return self.b(h)
+
+    over_lengths(run, Decaying(), (6,) * 12)
+
+
+@loop(ranks=True)
+def temperature_that_decays_to_a_least_one(run: Run) -> None:
+    class Decaying(Tempered):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.tau = max(0.3, self.tau * math.exp(-0.1) / 1.01)
+                self.mean = 0.9 * getattr(self, "mean", 1.0) + 0.1 * min(self.tau, 0.8)
+            return self.b(torch.softmax(self.a(x) / self.tau, -1)) * self.mean
+
+    over_lengths(run, Decaying(), (6,) * 12)
+
+
+@loop(refused="registered buffer")
+def temperature_that_is_asked_for(run: Run) -> None:
+    """Each value would be a trace of its own."""
+
+    class Asking(Tempered):
+        def forward(self, x: Tensor) -> Tensor:
+            self.tau *= 0.95
+            for _ in range(3 if self.tau > 0.1 else 2):  # refused
+                x = self.a(x)
+            return self.b(x) * self.tau
+
+    over_lengths(run, Asking(), (6,) * 12)
+
+
+@loop(ranks=True)
+def phases_by_name(run: Run) -> None:
+    class Phased(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phase = "first"
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.a(x) if self.phase == "first" else self.b(x)
+            self.phase = "second" if self.phase == "first" else "first"
+            return out
+
+    over_lengths(run, Phased(), (6,) * 5)
+
+
+@loop(refused="outside of forward")
+def names_without_end(run: Run) -> None:
+    class Named(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.label = "a"
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x) * (2 if len(self.label) > 3 else 1)
+            self.label += "a"  # refused
+            return self.b(x)
+
+    over_lengths(run, Named(), (6,) * 12)
+
+
+@loop(ranks=True)
+def count_that_is_looked_up(run: Run) -> None:
+    class Turns(Two):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            rounds, turn = divmod(self.calls, 3)
+            return {0: self.a, 1: self.b}[self.calls % 2](x) * (1 + rounds) + turn
+
+    over_lengths(run, Turns(), (6,) * 7)
+
+
+@loop(ranks=True)
+def count_behind_a_property(run: Run) -> None:
+    class Hidden(Two):
+        _scale = 1
+
+        @property
+        def scale(self) -> int:
+            return self._scale
+
+        @scale.setter
+        def scale(self, scale: int) -> None:
+            self._scale = scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale = self.scale + 1
+            return self.b(self.a(x)) * self.scale
+
+    over_lengths(run, Hidden(), (6,) * 5)
+
+
+class Schedule:
+    def __init__(self) -> None:
+        self.step = 0
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.schedule, self.other = Schedule(), Schedule()
+
+
+@loop(ranks=True)
+def counts_in_an_object_within_an_object(run: Run) -> None:
+    class Counting(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = Settings()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.settings.schedule.step += 1
+            self.settings.other.step += 2
+            return self.b(self.a(x)) * self.settings.schedule.step / self.settings.other.step
+
+    over_lengths(run, Counting(), (6,) * 5)
+
+
+@program(ranks=True)
+class CastsAList(Two):
+    """As to another device, which changes nothing here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchors = [torch.ones(8) * i for i in range(3)]
+        self.scales = {"small": torch.full((8,), 0.5), "large": torch.full((8,), 2.0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.anchors = [a.to(x) for a in self.anchors]
+        scales = {name: s.double().flatten() for name, s in self.scales.items()}
+        return self.b(self.a(x) + sum(self.anchors)) * scales["small"].to(x.device) + scales["large"]
+
+
+@loop()
+def norm_of_one_row(run: Run) -> None:
+    """One value per channel has no variance."""
+
+    class Normed(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.norm(self.a(x)))
+
+    model = run.compile(Normed().double())
+    for rows in (4, 1, 4):
+        try:
+            run.note("output", model(torch.ones(rows, 8)))
+        except (ValueError, RuntimeError) as error:
+            run.note("error", "Expected more than 1 value per channel when training" in str(error))
