@@ -187,7 +187,7 @@ class DictOfCounts(Two):
         return self.a(x) / self.seen["calls"]
 
 
-@program(refused=".")
+@program()
 class AnnealsItself(Two):
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class AnnealsItself(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.tau = max(0.1, self.tau * 0.9)  # refused
+            self.tau = max(0.1, self.tau * 0.9)
         return self.a(x) / self.tau
 
 
