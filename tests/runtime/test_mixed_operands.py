@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 
 from tests.runtime.support import batch, compiled_pair, gradients_off, off, parameters_off, raised, run_on_ranks
 
@@ -84,7 +85,8 @@ def _by_hand() -> dict[str, Any]:
         loss = m(x, y) if m is model else F.mse_loss(m(x), y)
         weight = m.up.weight
         penalty = (weight.T @ weight - torch.eye(8, dtype=torch.float64)).square().sum()
-        (loss + 0.01 * penalty + 0.1 * (scale * weight).square().sum()).backward()
+        share = penalty / (penalty.detach() + 1e-9)
+        (loss + 0.01 * penalty + 0.1 * (scale * weight).square().sum() + 0.1 * share).backward()
         results[f"kind of gradient {m is model}"] = type(scale.grad).__name__
     results["gradients"], results["of the plain one"] = gradients_off(model, plain), off(scales[0].grad, scales[1].grad)
     for m in (model, plain):
@@ -98,6 +100,28 @@ def _by_hand() -> dict[str, Any]:
     results["averages"] = off(0.9 * plain.up.weight.detach() + 0.1 * model.up.weight.detach(), plain.up.weight.detach())
     results["list"] = off(torch.tensor(model.up.weight.tolist(), dtype=torch.float64), plain.up.weight)
     return results
+
+
+def _of_sums_and_numbers() -> dict[str, Any]:
+    """A number and a ``DTensor`` that lies whole are added to a sum over the ranks, in both orders."""
+    results: dict[str, Any] = {}
+    model, plain = compiled_pair(plan="tensor_parallel")
+    model(*batch())
+    for name in ("add", "sub", "mul", "div"):
+        operator = getattr(torch, name)
+        mine, theirs = (m.up.weight.detach().square().sum() for m in (model, plain))
+        assert mine.placements[0].is_partial()
+        whole = model.up.weight.detach().full_tensor().sum()
+        there = distribute_tensor(whole, model.up.weight.device_mesh)
+        results[f"{name} of a number"] = off(operator(mine, 1e-9), operator(theirs, 1e-9))
+        results[f"{name} of what lies whole"] = off(operator(mine, there), operator(theirs, whole))
+        results[f"{name} of an integer"] = off(operator(mine, 2), operator(theirs, 2))
+    return results
+
+
+def test_sums_over_ranks_meet_numbers_and_what_lies_whole() -> None:
+    for results in run_on_ranks(_of_sums_and_numbers, world_size=2):
+        assert max(results.values()) < 1e-12, results
 
 
 def test_noise_penalties_and_scales_that_are_plain_are_those_of_one_process() -> None:
