@@ -217,12 +217,6 @@ def test_a_submodule_is_replaced() -> None:
     assert kinds(train(Activated, between)) == 3
 
 
-def _counter(model: Any, x: Tensor) -> Tensor:
-    model.count = getattr(model, "tau", 0.0)
-    model.tau += 1.0
-    return model.linear(x).mean()
-
-
 def _history(model: Any, x: Tensor) -> Tensor:
     """Torch looks through all modules for where a size is asked for, and runs what this one has of its own."""
     assert type(huggingface_hub.utils) is not types.ModuleType
@@ -263,7 +257,6 @@ def _function_attribute(model: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("forward", "says"),
     [
-        (_counter, r"tau is 1.0 before it and 2.0 after it, at .*model.tau \+= 1.0\n.*registered buffer"),
         (_history, r"history, a list that outlives it, at .*model.history.append.*\n.*as an output"),
         (_global_list, r"SEEN is a list of 0 before it and a list of 1 after it, at .*SEEN.append.*\n.*as an output"),
         (_python_draw, r"Python's random at .*random.random\(\)[^\n]*\n.*torch.rand"),
