@@ -38,7 +38,7 @@ def watch_operands() -> None:
 def join(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an operator makes of two operands, of which one may be a plain number; numbers of several stages of a
     pipeline are brought together."""
-    if not isinstance(args[1], Tensor):  # torch looks such a call up as one with a number that lies whole (torch 2.13)
+    if not isinstance(args[1], Tensor):  # torch's cache takes it for a tensor of no dims that lies whole
         return operator.overloadpacket.Scalar(*args, **kwargs)
     if together := meet(operator, args, kwargs):
         keep_kinds(args)
