@@ -26,14 +26,16 @@ def call_without_data(target: Any, args: Any, kwargs: Any, profile: Profile) -> 
     """What an operator makes of tensors without data, as it makes those that it creates; attention as a CPU runs it."""
     if target is aten.scaled_dot_product_attention.default:
         return attention(*args, **kwargs)
-    if target is aten.rms_norm.default and _is_one_kernel(*args, profile=profile):
-        return _norm_in_one(*args)
+    if target is aten.rms_norm.default and _is_one_kernel(profile, *args, **kwargs):
+        return _norm_in_one(*args, **kwargs)
     if "device" in kwargs:
         kwargs = {**kwargs, "device": _META}
     return on_device(target, _META)(*args, **kwargs)
 
 
-def _is_one_kernel(x: Tensor, _: object, weight: Tensor | None = None, *__: object, profile: Profile) -> bool:
+def _is_one_kernel(
+    profile: Profile, x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> bool:
     """Whether a root mean square norm runs as one kernel; a compiler makes it of its operators, and fuses them."""
     return not profile.composes and not profile.fuses and (weight is None or weight.dtype == x.dtype)
 

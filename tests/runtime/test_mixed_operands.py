@@ -103,7 +103,7 @@ def _by_hand() -> dict[str, Any]:
 
 
 def _of_sums_and_numbers() -> dict[str, Any]:
-    """A number and a ``DTensor`` that lies whole are added to a sum over the ranks, in both orders."""
+    """A sum over the ranks meets a number, then a ``DTensor`` that lies whole, then a number again."""
     results: dict[str, Any] = {}
     model, plain = compiled_pair(plan="tensor_parallel")
     model(*batch())
