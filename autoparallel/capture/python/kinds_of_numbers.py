@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -68,10 +69,26 @@ def is_stand_in(value: Any) -> bool:
     return any(value is stand_in for stand_in in STAND_INS.values())
 
 
-def modules_of_users() -> Iterator[ModuleType]:
-    """The modules that are loaded of which functions may run in a model."""
+@contextmanager
+def stand_ins_in_modules() -> Iterator[None]:
+    """Inside, the functions of the users' modules call the stand-ins, but where a module has such a name of its own."""
+    changed: list[tuple[dict[str, Any], set[str]]] = []
     for name, module in [*sys.modules.items()]:
-        if isinstance(module, ModuleType):
-            file = vars(module).get("__file__")
-            if name == "__main__" or file is not None and not file.startswith(OURS) and not is_library(file):
-                yield module
+        table = vars(module) if isinstance(module, ModuleType) else {}
+        file = table.get("__file__")
+        if name == "__main__" or file is not None and _is_users(file):
+            names = STAND_INS.keys() - table.keys()
+            table.update({name: STAND_INS[name] for name in names})
+            changed.append((table, names))
+    try:
+        yield
+    finally:
+        for table, names in changed:
+            for name in names:
+                table.pop(name, None)
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    """Whether functions of a module that lies there may run in a model."""
+    return not file.startswith(OURS) and not is_library(file)

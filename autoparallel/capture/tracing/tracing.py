@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoparallel import _torch
 from autoparallel.capture.python.globals_read import without_model
-from autoparallel.capture.python.kinds_of_numbers import STAND_INS, modules_of_users
+from autoparallel.capture.python.kinds_of_numbers import stand_ins_in_modules
 from autoparallel.capture.refusals.data_access import KERNEL_CURE
 from autoparallel.capture.refusals.refusals import is_raised_by_model
 from autoparallel.capture.tracing.attention_kernels import ATTENTION
@@ -454,10 +454,11 @@ _ABSENT = object()
 def _replaced_names() -> Iterator[None]:
     with _REPLACEMENTS.lock:
         if not _REPLACEMENTS.traces:
-            for owner, name, new in (*_NAMES, *_names_of_transformers(), *_names_of_triton(), *_names_of_users()):
+            for owner, name, new in (*_NAMES, *_names_of_transformers(), *_names_of_triton()):
                 before = getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner).get(name, _ABSENT)
                 _REPLACEMENTS.stack.callback(_put_back, owner, name, before)
                 setattr(owner, name, new)
+            _REPLACEMENTS.stack.enter_context(stand_ins_in_modules())
         _REPLACEMENTS.traces += 1
     try:
         yield
@@ -481,11 +482,6 @@ def _names_of_triton() -> Iterator[tuple[Any, str, Any]]:
     if jit is not None:
         launch = refused_function(jit.JITFunction.run, "the model launches a Triton kernel", KERNEL_CURE)
         yield jit.JITFunction, "run", launch
-
-
-def _names_of_users() -> Iterator[tuple[Any, str, Any]]:
-    for module in modules_of_users():
-        yield from ((module, name, x) for name, x in STAND_INS.items() if name not in vars(module))
 
 
 def _put_back(owner: Any, name: str, before: Any) -> None:
