@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 # What every worker imports by its first call of a compiled model. None of it starts a thread or uses autograd.
-_IMPORTED = ("torch.distributed", "autoparallel", "torch._dynamo", "torch.export._trace")
+_IMPORTED = ("torch.distributed", "autoparallel", "torch._dynamo", "torch.export._trace", "pytest")
 
 
 class Worker:

@@ -95,6 +95,7 @@ def test_processes_that_are_forked_after_an_import_may_use_cuda() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.wide
 def test_without_a_gpu_the_benchmark_says_so(tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}

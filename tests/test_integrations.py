@@ -230,6 +230,7 @@ def _accuracy(found: Any) -> dict[str, float]:
 
 
 @pytest.mark.wide
+@pytest.mark.slow_where(lambda mesh: mesh == "pipeline")
 @pytest.mark.parametrize(("mesh", "other"), [("fsdp", "tensor_parallel"), ("pipeline", "fsdp")])
 def test_trainer(mesh: str, other: str, tmp_path: Path) -> None:
     expected = _trainer(None, str(tmp_path / "plain"), None, 4)

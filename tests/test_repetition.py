@@ -164,6 +164,7 @@ def test_draws_count_on_from_layer_to_layer(stacks: list[list[Stack]], monkeypat
     assert [len(run.members) for run in captured.runs] == [LAYERS - 1]
 
 
+@pytest.mark.wide
 def test_draws_that_nobody_reads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Dropping(Wasteful)
     captured, whole = _capture(model), _whole(model, monkeypatch)
@@ -182,7 +183,7 @@ def test_draws_that_nobody_reads_are_counted(monkeypatch: pytest.MonkeyPatch) ->
         pytest.param(Block, lambda xs: xs[-1] * torch.tensor(1 / len(xs)), None, marks=pytest.mark.wide),
         pytest.param(lambda i: Block(i).requires_grad_(i > 1), lambda xs: xs[-1], 2, marks=pytest.mark.wide),
         pytest.param(lambda i: Block(i, 0.5 if i else 0.25), lambda xs: xs[-1] + xs[1], 1, marks=pytest.mark.wide),
-        (Counting, lambda xs: xs[-1], 1),
+        pytest.param(Counting, lambda xs: xs[-1], 1, marks=pytest.mark.wide),
     ],
     ids=[
         "a constant",

@@ -141,6 +141,7 @@ def _empty(model: Any, step: int) -> None:
         model.config.kind = model.config.limit = None
 
 
+@pytest.mark.wide_where(lambda make, between: make not in (Classifier, KeepsATensor, SetsAnother) or between is _limit)
 @pytest.mark.parametrize(
     ("make", "between", "kinds"),
     [

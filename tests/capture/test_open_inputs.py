@@ -119,6 +119,7 @@ def test_a_length_that_is_open_in_training_is_so_in_evaluation() -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.slow_where(lambda plan: plan in ("data_parallel", "tensor_parallel"))
 @pytest.mark.parametrize("plan", ["data_parallel", "fsdp", "tensor_parallel", "auto"])
 def test_lengths_of_a_gpt_on_two_ranks(plan: str) -> None:
     results = results_of(GPT, [((4, n),) for n in LENGTHS], 2, plan=plan)

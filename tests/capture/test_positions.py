@@ -52,7 +52,7 @@ def is_causal(graph: Captured) -> bool:
     ("kind", "expected"),
     [
         ("plain", True),
-        ("shifted", True),
+        pytest.param("shifted", True, marks=pytest.mark.wide),
         pytest.param("in steps of two", False, marks=pytest.mark.wide),
         pytest.param("packed by a write", False, marks=pytest.mark.wide),
         ("packed by a remainder", False),

@@ -111,7 +111,7 @@ def test_a_forward_is_eagers_or_refused(forward: Any) -> None:
 
 @pytest.mark.wide
 @pytest.mark.timeout(600)
-@settings(max_examples=25, **SETTINGS)
+@settings(max_examples=12, **SETTINGS)
 @given(FORWARDS)
 def test_many_forwards_are_eagers_or_refused(forward: Any) -> None:
     _check(forward)

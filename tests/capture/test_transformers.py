@@ -120,7 +120,7 @@ def _train_and_evaluate(name: str, world: int, plan: str) -> dict[str, Any]:
 
 
 @pytest.mark.wide
-@pytest.mark.slow_where(lambda name, world: world == 1 or name not in ("T5", "Llama", "Llava"))
+@pytest.mark.slow_where(lambda name, world: world == 1 or name not in ("T5", "Llama"))
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", SMALL)
 def test_default_configurations_train_and_evaluate(name: str, world: int) -> None:
@@ -242,7 +242,7 @@ def _on_meta(name: str, world: int, plan: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.wide
-@pytest.mark.slow_where(lambda name: name == "Whisper")
+@pytest.mark.slow_where(lambda name: name in ("T5", "Whisper"))
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "T5", "Whisper"])
 def test_a_model_on_the_meta_device_gets_its_own_values(name: str) -> None:
     """They are the same on every rank and mesh, and are spread as those of a model that is made with values."""

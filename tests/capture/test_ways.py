@@ -139,6 +139,7 @@ def test_each_call_goes_its_way_without_a_new_trace(plan: str) -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.slow_where(lambda plan: plan == "fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
 def test_layers_of_transformers_train(plan: str) -> None:
     for rank in run_distributed(_train, plan, Encoder, [1.0, 1.0], (4, 3, 8), world_size=2):
@@ -283,6 +284,7 @@ def _make_layers() -> nn.Module:
     return _Layers(*(_Layer() for _ in range(6)))
 
 
+@pytest.mark.wide_where(lambda plan: plan == "tensor_parallel")
 @pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
 def test_layers_that_ask_train(plan: str) -> None:
     for rank in run_distributed(_train, plan, _make_layers, [LARGE, SMALL, 1.0, 0.3], (8, 8), world_size=2):

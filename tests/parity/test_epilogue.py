@@ -238,7 +238,7 @@ def test_cases_of_the_grid(variant: str) -> None:
 
 
 @pytest.mark.wide
-@settings(max_examples=4, deadline=None, derandomize=True, database=None)
+@settings(max_examples=2, deadline=None, derandomize=True, database=None)
 @given(
     axes=st.sampled_from([axes for axes in MESHES if len(axes) < 3]),
     variant=st.sampled_from(VARIANTS),

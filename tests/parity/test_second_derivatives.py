@@ -215,6 +215,7 @@ def _all_uses(name: str, shape: tuple[int, ...], plan: str, options: dict[str, A
     return {use: _train(name, use, shape, plan, options) for use in uses}
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", ["data_parallel", "fsdp", "tensor_parallel"])
 @pytest.mark.parametrize(
     "name", ["perceptron", *(pytest.param(n, marks=pytest.mark.wide) for n in ("images", "attention"))]
@@ -226,13 +227,14 @@ def test_gradients_of_inputs_are_differentiated_on_two_ranks(name: str, plan: st
 
 
 @pytest.mark.wide
+@pytest.mark.slow_where(lambda plan: plan == "auto")
 @pytest.mark.parametrize("plan", ["auto", "fsdp_tensor_parallel"])
 def test_gradients_of_inputs_are_differentiated_on_two_axes(plan: str) -> None:
     for found in run_distributed(_all_uses, "attention", (2, 2), plan, {}, world_size=4):
         assert max(each["worst"] for each in found.values()) < 1e-9, found
 
 
-@pytest.mark.parametrize("name", ["choice", pytest.param("scanned", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("name", ["choice", pytest.param("scanned", marks=pytest.mark.slow)])
 def test_the_way_that_a_value_chooses_has_second_derivatives(name: str) -> None:
     for found in run_distributed(_all_uses, name, (2,), "tensor_parallel", {}, world_size=2):
         assert max(each["worst"] for each in found.values()) < 1e-9, found

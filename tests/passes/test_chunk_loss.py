@@ -67,6 +67,7 @@ def test_before_and_after() -> None:
     ]
 
 
+@pytest.mark.wide_where(lambda rows: rows == 1)
 @pytest.mark.parametrize("rows", [1, 23])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_it_computes_the_same_and_holds_no_logits(loss: str, rows: int) -> None:

@@ -24,7 +24,7 @@ def _grouped(primes: list[int], cuts: set[int]) -> list[int]:
     return [math.prod(primes[a:b]) for a, b in itertools.pairwise(edges)]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_PRIMES, st.sets(st.integers(1, 5)), st.sets(st.integers(1, 5)), st.randoms(use_true_random=False))
 def test_regrouped_shapes(primes: list[int], before: set[int], after: set[int], random: object) -> None:
     if math.prod(primes) > 216:

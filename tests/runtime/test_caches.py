@@ -94,7 +94,7 @@ def _decode(world: int, plan: str) -> dict[str, Any]:
     ("world", "plan"),
     [
         (1, "auto"),
-        pytest.param(2, "fsdp", marks=pytest.mark.wide),
+        pytest.param(2, "fsdp", marks=pytest.mark.slow),
         pytest.param(2, "tensor_parallel", marks=pytest.mark.wide),
     ],
 )

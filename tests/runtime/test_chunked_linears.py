@@ -82,6 +82,7 @@ def _draft(hardware: Profile, chunks: int | None = None, limit: float | None = N
     return draft(model, call_of((tokens, tokens), {}, True), request).plan
 
 
+@pytest.mark.wide
 def test_the_search_cuts_linear_layers_where_that_is_faster() -> None:
     hidden, seen = H100, replace(H100, overlap=0.0)
     found, whole = _draft(hidden), _draft(hidden, 1)

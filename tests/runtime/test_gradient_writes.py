@@ -115,7 +115,7 @@ def _apart(shape: tuple[int, ...], plan: str) -> dict[str, float | str]:
         ((2,), "fsdp"),
         pytest.param((2,), "tensor_parallel", marks=pytest.mark.wide),
         pytest.param((2, 2), "hybrid", marks=pytest.mark.slow),
-        pytest.param((2, 2), "fsdp_tensor_parallel", marks=pytest.mark.wide),
+        pytest.param((2, 2), "fsdp_tensor_parallel", marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_written_as_on_one_process(shape: tuple[int, ...], plan: str) -> None:

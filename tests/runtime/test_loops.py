@@ -307,6 +307,7 @@ def test_export_is_given_the_plain_model() -> None:
     assert off(program.module()(x), expected) == 0
 
 
+@pytest.mark.wide
 def test_torch_compile_around_a_compiled_model_leaves_it_as_it_is() -> None:
     """Also around the loop's step; the model itself says how it is compiled (``backend=``)."""
     plain = make(Perceptron)

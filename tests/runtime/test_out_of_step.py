@@ -69,6 +69,7 @@ def impatient() -> Iterator[Pool]:
 
 
 @pytest.mark.wide
+@pytest.mark.slow_where(lambda at: at == BACKWARD)
 @pytest.mark.parametrize("at", [BEFORE, BACKWARD])
 def test_a_missing_rank_is_named_within_the_time_out_of_the_process_group(at: str, impatient: Pool) -> None:
     results = run_in(impatient, _run, Fault(at, 12.0), "fsdp", {}, keep_after_error=True)
