@@ -42,11 +42,9 @@ from autoparallel.capture.python.globals_read import (
     read_of_loss,
     without_model,
 )
+from autoparallel.capture.refusals.failures import explain_failure, is_raised_by_model, place_of
 from autoparallel.capture.refusals.refusals import (
     INSTEAD_OF_WAYS,
-    explain_failure,
-    is_raised_by_model,
-    place_of,
     require_own_memory,
     require_same_memory,
 )

@@ -35,7 +35,7 @@ from autoparallel import _torch
 from autoparallel.capture.python.globals_read import without_model
 from autoparallel.capture.python.kinds_of_numbers import stand_ins_in_modules
 from autoparallel.capture.refusals.data_access import KERNEL_CURE
-from autoparallel.capture.refusals.refusals import is_raised_by_model
+from autoparallel.capture.refusals.failures import is_raised_by_model
 from autoparallel.capture.tracing.attention_kernels import ATTENTION
 from autoparallel.capture.tracing.backward_hooks import HANDLERS, backward_hook
 from autoparallel.capture.tracing.checks import CHECKED
