@@ -82,16 +82,10 @@ def describe(
     mutated, results, outputs = _read_outputs(program, nodes, owners, model)
     tensors = [(nodes[n], spec) for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec)]
     price_masks(graph, constants)
-    numbers = {str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)}
+    numbers = {str(inputs[i]): nodes[str(inputs[i])] for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)}
     trace_findings.left_out.update(dict.fromkeys(require_static(graph, numbers)))
-    read = [(name, user.meta.get("val")) for name in numbers for user in nodes[name].users]
-    symbols = {x.node.expr: name for name, x in read if isinstance(x, torch.SymInt | torch.SymFloat)}
-    unknown = [
-        x for x in outputs if isinstance(x, Size) and has_values(x.expression.xreplace(dict.fromkeys(symbols, 1)))
-    ]
-    numbers_out = [x for x in unknown if x.kind is not int]
-    if numbers_out:  # of a number that is fixed, it is fixed, too
-        raise CaptureError(f"a number that is passed in leaves the model as another {numbers_out[0].kind.__name__}")
+    symbols = _symbols_of(numbers)
+    _require_sizes(outputs, symbols)
     require_dense_values(graph)
     require_positions(graph)
     require_same_dtypes(graph)
@@ -101,10 +95,7 @@ def describe(
     differentiable = {node for node, name in parameters.items() if name in trainable}
     differentiable |= {node.name for node, spec in tensors if spec.requires_grad}
     assert trace_findings.spec is not None
-    attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = {}
-    for name, nesting in reversed(trace_findings.attributes.items()):
-        attributes[name] = nesting, outputs[len(outputs) - nesting.num_leaves :]
-        del outputs[len(outputs) - nesting.num_leaves :]
+    attributes, outputs = _take_attributes(trace_findings, outputs)
     passes = describing_passes(
         parameters=parameters,
         differentiable=differentiable,
@@ -172,6 +163,33 @@ def _read_inputs(
                 raise CaptureError(f"the input {node.name} is used, but it is not a tensor")
             graph.erase_node(node)
     return parameters, buffers, constants, inputs
+
+
+def _symbols_of(numbers: Mapping[str, fx.Node]) -> dict[sympy.Symbol, str]:
+    """The placeholders of numbers that a call is given, by the symbols that stand for them in sizes."""
+    read = [(name, user.meta.get("val")) for name, node in numbers.items() for user in node.users]
+    return {x.node.expr: name for name, x in read if isinstance(x, torch.SymInt | torch.SymFloat)}
+
+
+def _require_sizes(outputs: Sequence[Leaf], symbols: Mapping[sympy.Symbol, str]) -> None:
+    """Refuses an output that is a number of the call's as a float or a bool, which no program computes; the number is
+    then fixed."""
+    numbers = [leaf for leaf in outputs if isinstance(leaf, Size) and leaf.kind is not int]
+    for number in numbers:
+        if has_values(number.expression.xreplace(dict.fromkeys(symbols, 1))):
+            raise CaptureError(f"a number that is passed in leaves the model as another {number.kind.__name__}")
+
+
+def _take_attributes(
+    trace_findings: Findings, outputs: Sequence[Leaf]
+) -> tuple[dict[str, tuple[pytree.TreeSpec, list[Leaf]]], list[Leaf]]:
+    """The values of attributes that a call sets, which stand behind its outputs, and the outputs alone."""
+    attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = {}
+    end = len(outputs)
+    for name, nesting in reversed(trace_findings.attributes.items()):
+        begin = end - nesting.num_leaves
+        attributes[name], end = (nesting, list(outputs[begin:end])), begin
+    return attributes, list(outputs[:end])
 
 
 _KINDS: dict[type, type] = {SymIntArgument: int, SymFloatArgument: float, SymBoolArgument: bool}
