@@ -143,7 +143,7 @@ class TestRetirement:
 
     def test_close_leaves_no_process(self) -> None:
         pool = open_pool(2)
-        pids = pool.pids
+        pids = [process.pid for process in pool._processes]
         pool.close()
         for pid in pids:
             with pytest.raises(ProcessLookupError):

@@ -240,11 +240,6 @@ class Pool:
         """Whether the pool can run a function: it has not ended, and all its processes live."""
         return not self._ended and all(process.is_alive() for process in self._processes)
 
-    @property
-    def pids(self) -> list[int]:
-        """The ids of the processes."""
-        return [process.pid for process in self._processes]
-
     def run(
         self,
         function: Function,
