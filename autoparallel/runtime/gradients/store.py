@@ -41,7 +41,7 @@ from autoparallel.runtime.gradients.hook_calls import HookCalls
 from autoparallel.runtime.gradients.travel import Carrier, Tensors, cast
 from autoparallel.runtime.parameters.hooks import has_gradient_hooks, show_always, show_engine
 from autoparallel.runtime.parameters.parts import note_changes
-from autoparallel.runtime.parameters.slices import as_parameter, as_parameter_with_graph, gradient_as, lies_elsewhere
+from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, lies_elsewhere
 from autoparallel.runtime.parameters.state import note_parameters
 from autoparallel.runtime.ranks.stages import as_gradient
 
@@ -377,7 +377,9 @@ class GradientStore(Carrier):
 
     def lay_out(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of a gradient as autograd is given it, with its graph."""
-        return as_parameter_with_graph(value, self.parameters[name])
+        spec, shape = _torch.dtensor.spec_of(self.parameters[name]), self.parameters[name].shape  # type: ignore[arg-type]
+        stride = self.parameters[name].stride()
+        return DTensor.from_local(value, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
 
     # -- from clipping, the optimizer, and the outside --------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoparallel import _torch
+from autoparallel.runtime.parameters.slices import place_of
 
 _OLD = (
     "a part of a parameter, a gradient or a state, which lies across ranks, was taken before that has changed, and has "
@@ -75,18 +76,11 @@ def note_changes(tensors: Iterable[Tensor | None]) -> None:
 
 def make_again(base: DTensor, whole: Tensor) -> None:
     """Gives views of gathered copies of a tensor its values of now; those of its parts raise when they are read."""
-    views = [(view, origin) for view, origin in _ORIGINS.items() if _lies_as(origin.base, base)]
+    views = [(view, origin) for view, origin in _ORIGINS.items() if place_of(origin.base) == place_of(base)]
     note_changes([base])
     for view, origin in views:
         if _storage_of(view) != _storage_of(base):
             _torch.dtensor.become(view, replicated(origin.follow(whole), base.device_mesh))
-
-
-def _lies_as(tensor: DTensor, other: DTensor) -> bool:
-    """Whether two tensors share all of their memory."""
-    a, b = _torch.dtensor.local_of(tensor), _torch.dtensor.local_of(other)
-    places = [(_storage_of(x), x.storage_offset(), x.shape, x.stride()) for x in (a, b)]
-    return places[0] == places[1]
 
 
 def _storage_of(tensor: Tensor) -> int:

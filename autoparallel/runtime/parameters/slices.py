@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -62,6 +63,12 @@ def gradient_as(grad: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     return share_of(_torch.dtensor.gather(grad), spec.mesh, spec.placements).contiguous().clone()
 
 
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies in memory, its storage first: equal of tensors that share all of theirs."""
+    local = _torch.dtensor.local_of(tensor)
+    return _torch.tensors.storage_mark(local), local.storage_offset(), local.shape, local.stride()
+
+
 def lies_elsewhere(tensor: torch.Tensor) -> bool:
     """Whether a tensor is another pipeline stage's, so that this rank has nothing of it."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
@@ -80,13 +87,6 @@ def as_parameter(local: torch.Tensor, parameter: torch.Tensor) -> DTensor:
     if local.dtype != parameter.dtype:
         return _torch.dtensor.from_part(local, spec.mesh, spec.placements, parameter.shape)
     return _torch.dtensor.wrap_local(local, spec)
-
-
-def as_parameter_with_graph(local: torch.Tensor, parameter: torch.Tensor) -> DTensor:
-    """The same, which can be differentiated as this rank's part can."""
-    spec = _torch.dtensor.spec_of(parameter)  # type: ignore[arg-type]
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
 
 
 def lay_like(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:

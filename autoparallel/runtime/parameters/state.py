@@ -24,7 +24,7 @@ from autoparallel.placements import Invariant, Layout, to_dtensor_placements
 from autoparallel.runtime.parameters.holders import hand_over
 from autoparallel.runtime.parameters.hooks import move_hooks, require_own_hooks
 from autoparallel.runtime.parameters.initial_values import find_units, set_already
-from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, local_slice
+from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, local_slice, place_of
 
 T = TypeVar("T")
 
@@ -161,7 +161,7 @@ def aliases_kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Inside, parameters are laid out; what shares the memory of one, as ``state_dict()`` and ``p.data`` do, shares it
     afterwards, too; what shares a part of it, as ``p[0]`` does, raises RuntimeError when it is read."""
     names: dict[int, list[str]] = {}  # by storage: parameters may lie in one
-    places = {name: _place_of(p) for name, p in parameters.items()}
+    places = {name: place_of(p) for name, p in parameters.items()}
     for name, (storage, *_) in places.items():
         names.setdefault(storage, []).append(name)
     references = (_torch.tensors.count_references(_torch.dtensor.local_of(parameters[of[0]])) for of in names.values())
@@ -169,13 +169,13 @@ def aliases_kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         yield  # nothing else lies there; looking through all that Python holds takes a tenth of a second
         return
     others = (x for x in gc.get_objects() if type(x) is DTensor and not isinstance(x, nn.Parameter))
-    aliases = [(place, x) for x in others if (place := _place_of(x))[0] in names]
+    aliases = [(place, x) for x in others if (place := place_of(x))[0] in names]
     yield
     for place, alias in aliases:
         same = next((name for name in names[place[0]] if places[name] == place), None)
         if same is not None:
             _torch.dtensor.become(alias, parameters[same].detach())  # type: ignore[arg-type]
-        elif any(_place_of(parameters[name])[0] != place[0] for name in names[place[0]]):
+        elif any(place_of(parameters[name])[0] != place[0] for name in names[place[0]]):
             _torch.dtensor.make_unreadable(alias, _OLD % names[place[0]][0])
 
 
@@ -203,12 +203,6 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     starts = a.storage_offset(), b.storage_offset()
     return starts[0] < starts[1] + b.numel() and starts[1] < starts[0] + a.numel()
-
-
-def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies in memory: equal of tensors that share all of theirs."""
-    local = _torch.dtensor.local_of(tensor)
-    return _torch.tensors.storage_mark(local), local.storage_offset(), local.shape, local.stride()
 
 
 def _swap(parameter: nn.Parameter, new: nn.Parameter) -> None:
@@ -248,12 +242,8 @@ def materialize(
             values, buffers = unit.values(torch.device(mesh.device_type))
         broadcast([*values.values(), *buffers], mesh.mesh.flatten().tolist(), group)
         for p, value in values.items():
-            if not _is_meta(p):
+            if not _torch.dtensor.local_of(p).is_meta:
                 continue  # tied, and done already
             layout, home = layouts[names[id(p)]], homes[names[id(p)]]
             local = local_slice(value, layout, home)
             _swap(p, _remade(p, _torch.dtensor.from_part(local, home, to_dtensor_placements(layout), p.shape)))
-
-
-def _is_meta(parameter: torch.Tensor) -> bool:
-    return _torch.dtensor.local_of(parameter).device.type == "meta"
