@@ -90,20 +90,19 @@ def as_parameter(local: torch.Tensor, parameter: torch.Tensor) -> DTensor:
 
 
 def lay_like(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
-    """A value to load that lies as a parameter does: a plain, whole tensor without communication, a ``DTensor`` by
+    """A value to load that lies as a parameter does: a whole one without communication, another ``DTensor`` by
     redistributing it, or gathering it from another mesh; one of another shape as it is."""
     mesh, placements = parameter.device_mesh, tuple(parameter.placements)
     if isinstance(value, DTensor):
         if value.device_mesh == mesh and value.placements == placements:
             return value
-        if lies_whole(value) and value.shape == parameter.shape:
-            # The mesh of one that was read from a file may be that of another rank, and says so.
-            whole = _torch.dtensor.local_of(value)
-            return as_parameter(local_slice(whole, from_dtensor_placements(placements), mesh), parameter)
-        if value.device_mesh == mesh:
+        is_whole = lies_whole(value)
+        if value.device_mesh == mesh and not is_whole:
             return value.redistribute(mesh, placements)
-        value = value.full_tensor()
+        # The mesh of one that was read from a file may be that of another rank, and says so.
+        value = _torch.dtensor.local_of(value) if is_whole else value.full_tensor()
+    else:
+        value = value.to(parameter.device)
     if value.shape != parameter.shape:
         return value
-    local = local_slice(value.to(parameter.device, parameter.dtype), from_dtensor_placements(placements), mesh)
-    return _torch.dtensor.wrap_local(local, _torch.dtensor.spec_of(parameter))
+    return as_parameter(local_slice(value, from_dtensor_placements(placements), mesh), parameter)

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from autoparallel import _torch
 from autoparallel._torch.optim import FILLER, STEP_HOOKS
 from autoparallel.comm.collectives import settled
-from autoparallel.runtime.parameters.slices import as_parameter, lay_like
+from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, lay_like
 from autoparallel.runtime.ranks.writes import assignments
 
 O = TypeVar("O", bound=type[Optimizer])  # noqa: E741
@@ -140,22 +140,11 @@ _OF_TWINS = frozenset({"state", "param_groups", "grad_scale", "found_inf", FILLE
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """A parameter's gradient as the parameter lies, this rank's part of it.
-
-    Raises:
-        RuntimeError: for a plain gradient of a ``DTensor``.
-    """
+    """A parameter's gradient as the parameter lies, this rank's part of it (see ``gradient_as``)."""
     grad = parameter.grad
     if grad is None or not isinstance(parameter, DTensor):
         return grad
-    if not isinstance(grad, DTensor):
-        raise RuntimeError(
-            f"optimizer.step(): the gradient of a parameter of shape {list(parameter.shape)} was replaced by a plain "
-            "tensor, where a DTensor is expected; set p.grad = distribute_tensor(grad, p.device_mesh, p.placements)"
-        )
-    if grad.placements != parameter.placements or grad.device_mesh != parameter.device_mesh:
-        grad = grad.redistribute(parameter.device_mesh, parameter.placements)
-    return settled(_torch.dtensor.local_of(grad))
+    return settled(gradient_as(grad, _torch.dtensor.spec_of(parameter)))
 
 
 def lies_as(value: Any, name: Any, shape: Sequence[int], numbers: Numbers = NUMBERS) -> bool:
