@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoparallel.operators.current import Current
+from autoparallel.comm.current import Current
 from autoparallel.operators.opaque import has_own_backward
 from autoparallel.rules.calls import ancestors, is_tensor, tensor_operands
 

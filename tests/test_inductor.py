@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoparallel
 from autoparallel import operators
 from autoparallel.comm.collectives import redistribute
-from autoparallel.comm.groups import use_communicator
+from autoparallel.comm.groups import COMMUNICATOR
 from autoparallel.passes.mark_layers import mark_layers
 from autoparallel.passes.name_nodes import name_nodes
 from autoparallel.runtime.gradients.travel import Gather
@@ -400,11 +400,8 @@ def test_what_is_compiled_for_some_ranks_is_not_loaded_for_more(
         gathered = graph.call_function(redistribute, (graph.placeholder("x"), "S0", "R", "mesh0/dp"))
         graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (gathered, 2.0)),))
         _forget_graphs()
-        before = use_communicator(_Copies(count))  # type: ignore[arg-type]
-        try:
+        with COMMUNICATOR.using(_Copies(count)):  # type: ignore[arg-type]
             (doubled,) = RegionCompiler("inductor")._compile(fx.GraphModule(nn.Module(), graph))(torch.ones(3, 8))
-        finally:
-            use_communicator(before)
         assert torch.equal(doubled, torch.full((count * 3, 8), 2.0))
 
 

@@ -1,6 +1,6 @@
 """From a model to its forward graph.
 
-May import ``graph``, ``passes``, ``rules``, ``operators``, ``text`` and ``_torch``.
+May import ``graph``, ``passes``, ``rules``, ``operators``, ``comm``, ``text`` and ``_torch``.
 
 - ``capture``: what is tried, one attempt after another; ``attempt`` is one of them, a trace; ``describe`` says what the
   trace is of.

@@ -3,6 +3,8 @@
 May import ``placements``, ``text`` and ``_torch``.
 
 - ``world``: the ranks there are, the names of mesh axes, and a mesh over them.
+- ``current``: what is in force on a thread.
+- ``communicator``: collectives over a mesh, and messages between two ranks.
 - ``groups``: process groups by the names that programs know them by, and the communicator behind a group.
 - ``collectives``: every redistribution as an operator with its backward; packed transfers.
 - ``in_flight``: a redistribution in two halves, so that others compute between them.

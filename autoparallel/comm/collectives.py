@@ -17,7 +17,8 @@ import torch
 
 from autoparallel import _torch
 from autoparallel.comm import ranges
-from autoparallel.comm.groups import Communicator, Wait, axis_index, axis_size, communicator_of
+from autoparallel.comm.communicator import Communicator, Wait
+from autoparallel.comm.groups import axis_index, axis_size, communicator_of
 from autoparallel.placements import (
     Invariant,
     Partial,

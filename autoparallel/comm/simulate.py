@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from autoparallel.comm.groups import Wait, use_communicator
+from autoparallel.comm.communicator import Wait
+from autoparallel.comm.groups import COMMUNICATOR
 from autoparallel.placements import Layout
 
 
@@ -189,8 +190,7 @@ def simulate(function: Callable[[int], Any], shape: Sequence[int], names: Sequen
 
     def body(rank: int) -> None:
         failure: BaseException | None = None
-        use_communicator(_ThreadCommunicator(rank, names, shape, meeting))
-        with meeting.turn:
+        with COMMUNICATOR.using(_ThreadCommunicator(rank, names, shape, meeting)), meeting.turn:
             try:
                 results[rank] = function(rank)
             except _Released:
@@ -199,7 +199,6 @@ def simulate(function: Callable[[int], Any], shape: Sequence[int], names: Sequen
                 failure = error
             finally:
                 meeting.leave(failure)
-                use_communicator(None)
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(count)]
     for thread in threads:

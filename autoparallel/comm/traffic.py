@@ -33,14 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel import _torch
 from autoparallel.comm.collectives import dims_of_rows, ends_of_chunks
-from autoparallel.comm.groups import (
-    CONTROL,
-    active_axes,
-    axis_of_group,
-    carried_out,
-    communicator_of,
-    names_of_groups,
-)
+from autoparallel.comm.communicator import CARRIED_OUT
+from autoparallel.comm.groups import CONTROL, active_axes, axis_of_group, communicator_of, names_of_groups
 from autoparallel.placements import COLLECTIVES, action, parse_placement, sent_bytes
 from autoparallel.text import Table, plain_text, units
 
@@ -204,7 +198,7 @@ class CountingMode(TorchDispatchMode):
         if name not in _OPERATORS:
             raise NotImplementedError(f"count_traffic() does not know the operator {func}: its bytes would be missing")
         kind, argument, part = _OPERATORS[name]
-        if carried_out() == "reduce_scatter":  # by an all-to-all of the same tensor
+        if CARRIED_OUT.value == "reduce_scatter":  # by an all-to-all of the same tensor
             kind, part = "reduce_scatter", False
         group = arguments["process_group"] if "process_group" in arguments else arguments["group_name"]
         axis, full, ranks = self._group(group, _torch.tensors.bytes_in(arguments[argument]) if argument else 0)

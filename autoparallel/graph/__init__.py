@@ -1,4 +1,4 @@
-"""A captured graph and a call of it, as data.  May import ``operators``, ``placements`` and ``_torch``.
+"""A captured graph and a call of it, as data.  May import ``operators``, ``comm``, ``placements`` and ``_torch``.
 
 - ``captured``: what is captured of a model: its graph, and the inputs that it is for.
 - ``calls``: one call of the model, its sizes and its microbatches; ``sizes`` are those of tensors in it.

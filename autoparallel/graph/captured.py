@@ -15,10 +15,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.comm.current import Current
 from autoparallel.graph.caches import HeldCache
 from autoparallel.graph.layers import Run
 from autoparallel.graph.python_state import PythonState
-from autoparallel.operators.current import Current
 from autoparallel.placements import Invariant, Layout
 
 RAISED: Current[list[Exception] | None] = Current(None)

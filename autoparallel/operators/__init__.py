@@ -4,7 +4,6 @@ What depends on a rank (its rows of a table, its positions in a dropout mask) is
 when the operator runs, so that the program is the same text on every rank.  May import
 ``comm`` and ``_torch``.
 
-- ``current``: what is in force on a thread.
 - ``random``: numbers by global position, and the seed and call that they belong to.
 - ``draws``: what is drawn with them: dropout, the usual distributions.
 - ``torch_random``: torch's random operators in terms of these; ``composite_random`` those that are made of others.

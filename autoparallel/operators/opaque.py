@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from autoparallel._torch.export import has_side_effect
 from autoparallel._torch.nn import backward_hook_of
-from autoparallel.operators.current import Current
+from autoparallel.comm.current import Current
 
 CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,

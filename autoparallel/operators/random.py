@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoparallel.comm.current import Current
 from autoparallel.comm.groups import axis_index, axis_size
-from autoparallel.operators.current import Current
 
 
 @dataclass(frozen=True)

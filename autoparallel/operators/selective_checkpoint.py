@@ -19,7 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.operators.current import Current
+from autoparallel.comm.current import Current
 
 
 @dataclass(frozen=True)

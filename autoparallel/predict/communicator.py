@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from autoparallel.comm.groups import Wait, active_axes
+from autoparallel.comm.communicator import Wait
+from autoparallel.comm.groups import active_axes
 from autoparallel.comm.traffic import TrafficCounter
 from autoparallel.decisions.prediction import PHASES as PHASE_LINE
 from autoparallel.hardware import Profile

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from autoparallel import _torch
 from autoparallel._torch.autograd import AskedFor
-from autoparallel.comm.groups import use_communicator
+from autoparallel.comm.groups import COMMUNICATOR
 from autoparallel.comm.traffic import Traffic
 from autoparallel.decisions.prediction import PredictedSpan
 from autoparallel.graph.layers import layer_of
@@ -85,15 +85,13 @@ def dry_run(program: LocalProgram, plan: Plan, profile: Profile, roots: Collecti
     communicator, ledger = MeteredCommunicator(plan, profile, clock), Ledger(clock)
     meter = Meter(profile, plan.axis_sizes, clock, ledger, communicator.begin)
     around = {region: region.around for region in program.regions.values()}
-    before = use_communicator(communicator)
     try:
-        with _plain_autograd():
+        with COMMUNICATOR.using(communicator), _plain_autograd():
             rank = _DryRank(program, plan, communicator, meter, roots)
             meter.layered = _has_layers(program.body)
             with meter:
                 rank.step()
     finally:
-        use_communicator(before)
         for region, function in around.items():  # of the runner that the program has got meanwhile
             region.around = function
     return DryRun(

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from autoparallel import _torch
-from autoparallel.comm.groups import communicator_of, use_communicator
+from autoparallel.comm.groups import COMMUNICATOR, communicator_of
 from autoparallel.comm.simulate import simulate
 from autoparallel.hardware import CPU, H100, Profile
 from autoparallel.plan import Plan
@@ -222,11 +222,8 @@ class TestMeteredCommunicator:
 
         real = simulate(lambda rank: shapes("cpu"), (2, 3), ("dp", "tp"))[0]
         metered = self.metered()
-        before = use_communicator(metered)
-        try:
+        with COMMUNICATOR.using(metered):
             assert shapes("meta") == real
-        finally:
-            use_communicator(before)
         # The bytes of the whole tensors, as ``sent_bytes`` means them.
         full = dict(zip(self.KINDS, (48, 3 * 48, 48, 3 * 48), strict=True))
         counted = metered.counters[FORWARD].result().volumes

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autoparallel.comm.groups import use_communicator
+from autoparallel.comm.groups import COMMUNICATOR
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.tools.parity.training import parameters_here
 from tests.captures import Captures, shared_captures
@@ -202,10 +202,11 @@ class OneRank:
         self._size = size
 
     def __enter__(self) -> None:
-        self._before = use_communicator(self)  # type: ignore[arg-type]
+        self._used = COMMUNICATOR.using(self)  # type: ignore[arg-type]
+        self._used.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        use_communicator(self._before)
+        self._used.__exit__(None, None, None)
 
     def size(self, axis: str) -> int:
         return self._size

@@ -16,11 +16,11 @@ from autoparallel import _torch
 from autoparallel.capture.refusals.refusals import INSTEAD_OF_WAYS
 from autoparallel.capture.tracing.inputs_read import InputsRead
 from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
+from autoparallel.comm.current import Current
 from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.hooks import HookTemplate
 from autoparallel.graph.layers import mark_checkpointed
 from autoparallel.graph.lines import line_of_frame
-from autoparallel.operators.current import Current
 from autoparallel.operators.opaque import OpaqueCall
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
-from autoparallel.comm.groups import as_bytes
+from autoparallel.comm.communicator import as_bytes
 from autoparallel.comm.world import elsewhere
 from autoparallel.graph.garbage import FEW, collected_rarely
 from autoparallel.graph.plain_tensors import REPLACED, note_replaced, refused_plain

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from autoparallel.comm import ranges
-from autoparallel.comm.groups import Wait, group_name, settle
+from autoparallel.comm.communicator import Wait
+from autoparallel.comm.groups import group_name, settle
 from autoparallel.comm.waiting import cause_elsewhere
 from autoparallel.graph.calls import (
     Call,

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from autoparallel import _torch
-from autoparallel.comm.groups import Wait, communicator_of, group_name
+from autoparallel.comm.communicator import Wait
+from autoparallel.comm.groups import communicator_of, group_name
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, join_layouts
 from autoparallel.placements import largest_piece, to_dtensor_placements
 from autoparallel.placements.redistribution import Redistributor

@@ -1,4 +1,4 @@
-"""What is in force on a thread; ranks may be threads of one process (see ``comm.simulate``)."""
+"""What is in force on a thread; ranks may be threads of one process (see ``simulate``)."""
 
 from __future__ import annotations
 
