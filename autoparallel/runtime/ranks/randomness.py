@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -89,20 +90,17 @@ STREAM = Stream()
 
 def _state() -> bytes:
     """A digest of the state of torch's default generator."""
-    return hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16).digest()
+    return _digest(torch.get_rng_state())
 
 
-_FRESH: dict[int, bytes] = {}
-
-
+@lru_cache(_REMEMBERED)
 def _fresh(seed: int) -> bytes:
     """The state of a generator that was just seeded."""
-    if seed not in _FRESH:
-        if len(_FRESH) >= _REMEMBERED:
-            _FRESH.clear()
-        state = torch.Generator().manual_seed(seed).get_state()
-        _FRESH[seed] = hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
-    return _FRESH[seed]
+    return _digest(torch.Generator().manual_seed(seed).get_state())
+
+
+def _digest(state: torch.Tensor) -> bytes:
+    return hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
 
 
 def pack(place: Place) -> bytes:
