@@ -42,7 +42,7 @@ class _Layers:
 
     def __init__(self, kinds: Mapping[str, type], computing: set[str]) -> None:
         self._kinds = kinds
-        self._computing = {self._kind(path) for path in computing}
+        self._computing = {self._kinds.get(path) for path in computing}
         self._owners = {path for inner in computing for path in paths_around(inner) if path != inner}
         self.around = cache(self._around)
         self._lists = cache(self._lists_of_stage)
@@ -65,13 +65,10 @@ class _Layers:
             owner = path.rpartition(".")[0]
             if f"{owner}.".startswith(f"{layer}.") and self._is_item(path):
                 between = [part for part in paths_around(owner) if len(part) >= len(layer)]
-                if self._computing.isdisjoint(map(self._kind, between)):
-                    blocks[owner, self._kind(path)] += 1
+                if self._computing.isdisjoint(map(self._kinds.get, between)):
+                    blocks[owner, self._kinds.get(path)] += 1
         return frozenset(owner for (owner, _), count in blocks.items() if count > 1)
 
     def _is_item(self, path: str) -> bool:
         owner, _, name = path.rpartition(".")
         return name.isdigit() or issubclass(self._kinds.get(owner, object), nn.ModuleList | nn.Sequential)
-
-    def _kind(self, path: str) -> type | None:
-        return self._kinds.get(path)

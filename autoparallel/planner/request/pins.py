@@ -156,7 +156,13 @@ class ResolvedPins:
             PlanError: where a pattern leaves none.
         """
         if node in self._pins and node.op == "call_function":
-            options = self._require([o for o in options if self._agrees(node, o.result)], node, options)
+            texts = sorted({format_layout(o.result) for o in options})
+            options = [o for o in options if self._agrees(node, o.result)]
+            if not options:
+                raise PlanError(
+                    f"{' and '.join(map(str, self._pins[node]))}: the result of {self._name(node)} cannot be made so; "
+                    f"it can be made as {', '.join(texts[:12])} (P is a summand, S a shard)"
+                )
         keep = self._decision(node)
         if keep is not None:
             left = [o for o in options if keep(o)]
@@ -170,15 +176,6 @@ class ResolvedPins:
             if not options:
                 raise PlanError(f"nothing else is possible for {self._name(node)}")
         return options
-
-    def _require(self, left: list[Option], node: fx.Node, options: Sequence[Option]) -> list[Option]:
-        if not left:
-            texts = sorted({format_layout(o.result) for o in options})
-            raise PlanError(
-                f"{' and '.join(map(str, self._pins[node]))}: the result of {self._name(node)} cannot be made so; it "
-                f"can be made as {', '.join(texts[:12])} (P is a summand, S a shard)"
-            )
-        return left
 
     def _agrees(self, node: fx.Node, layout: Layout) -> bool:
         return all(pin.agrees(layout, node.meta["val"].ndim) for pin in self._pins[node])

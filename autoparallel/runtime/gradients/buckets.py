@@ -55,10 +55,6 @@ class ParameterBucket(nn.Module):
                 self.following.prefetch()
         return values
 
-    def local_parameters(self, chains: Sequence[ParameterChain]) -> Tensors:
-        """This rank's tensors of some of the bucket's parameters at rest."""
-        return [x.detach() for x in map(_torch.dtensor.local_of, self.parameters_of(chains))]
-
     def parameters_of(self, chains: Sequence[ParameterChain]) -> list[nn.Parameter]:
         """Some of the bucket's parameters at rest."""
         parameters = self.store.parameters
@@ -93,7 +89,7 @@ class ParameterBucket(nn.Module):
 
     def start(self, chains: Sequence[ParameterChain]) -> Gather:
         """Starts to gather some of the bucket's parameters."""
-        return self.store.gather(chains, self.local_parameters(chains))
+        return self.store.gather(chains, [_torch.dtensor.local_of(x).detach() for x in self.parameters_of(chains)])
 
 
 def gather_ahead(regions: Sequence[Region], buckets: Mapping[str, ParameterBucket]) -> None:
