@@ -227,7 +227,7 @@ def test_every_rank_sends_the_bytes_that_are_predicted(mesh: tuple[int, int], mo
 
 
 def _norm(grads: dict[str, Tensor], layouts: dict[str, Layout], p: float, mesh: tuple[int, int]) -> Tensor:
-    program = NormProgram(layouts, p, NAMES, mesh, "mesh0")
+    program = NormProgram(layouts, p, NAMES, mesh, "mesh0", [set(layouts)])
     return program(*([grads[name] for name in names] for names in program.sets)).squeeze()
 
 

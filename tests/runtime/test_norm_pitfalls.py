@@ -200,7 +200,7 @@ def _empty_shard(p: float) -> float:
     from autoparallel.comm.groups import bind
 
     mesh = mesh_of(4)
-    program = NormProgram({"w": parse_layout("S0")}, p, ("dp",), (4,), bind(mesh))
+    program = NormProgram({"w": parse_layout("S0")}, p, ("dp",), (4,), bind(mesh), [{"w"}])
     rows = torch.tensor([[1.0, -2.0], [5.0, 0.5], [0.25, 3.0]])
     mine = rows[dist.get_rank() : dist.get_rank() + 1]
     return float(program([mine]).item())
@@ -322,7 +322,7 @@ def test_the_first_call_is_linear_in_the_parameters() -> None:
     sizes = []
     for count in (10, 1000):
         layouts = {f"w{i}": parse_layout(texts[i % 4]) for i in range(count)}
-        program = NormProgram(layouts, 2.0, ("dp", "tp"), (2, 2), "mesh0")
+        program = NormProgram(layouts, 2.0, ("dp", "tp"), (2, 2), "mesh0", [set(layouts)])
         assert sum(map(len, program.sets)) == count
         sizes.append(len(program.sets))
     assert sizes[0] == sizes[1]
@@ -369,7 +369,8 @@ def test_nothing_waits_for_the_device() -> None:
     with pytest.raises(Exception, match="meta"):
         bool(torch.ones((), device="meta") > 0)
     for p in NORMS:
-        program = NormProgram({"w": parse_layout("S0"), "b": parse_layout("I")}, p, ("dp",), (2,), "mesh0")
+        layouts = {"w": parse_layout("S0"), "b": parse_layout("I")}
+        program = NormProgram(layouts, p, ("dp",), (2,), "mesh0", [set(layouts)])
         with OneRank(size=2):
             norms = program(
                 [torch.ones(100_000, device="meta"), torch.ones(4, device="meta", dtype=torch.bfloat16)],

@@ -22,7 +22,7 @@ def build(
 ) -> NormProgram:
     names = ("dp", "tp", "cp")[: len(sizes)]
     gradients = {name: parse_layout(text) for name, text in layouts.items()}
-    return NormProgram(gradients, p, names, sizes, "mesh0", norms)
+    return NormProgram(gradients, p, names, sizes, "mesh0", norms or [set(gradients)])
 
 
 def test_the_example() -> None:

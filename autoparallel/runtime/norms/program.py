@@ -40,7 +40,7 @@ class NormProgram:
         gradients: parameter name to its layout at rest.
         norm_type: p, positive or infinite.
         axis_names, axis_sizes, prefix: the mesh, and the name under which it is bound.
-        norms: the names that each norm is of, which may overlap; None: one norm of all.
+        norms: the names that each norm is of, which may overlap.
         everyone: the group to take the norms over, where ranks outside of the mesh hold other gradients; None: the
             whole mesh.
         device: where to begin from, where there are none.
@@ -62,22 +62,21 @@ class NormProgram:
         axis_names: Sequence[str],
         axis_sizes: Sequence[int],
         prefix: str,
-        norms: Sequence[Collection[str]] | None = None,
+        norms: Sequence[Collection[str]],
         everyone: str | None = None,
         device: str = "cpu",
     ) -> None:
         self._norm_type = require_norm_type(norm_type)
         self._alike: dict[str, Any] = {"dtype": torch.float64, "device": device}
-        wanted = [frozenset(gradients)] if norms is None else [frozenset(names) for names in norms]
         sets: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
         for name, layout in gradients.items():
             replicas = tuple(a for a, p in enumerate(layout) if p.kind != "S" and axis_sizes[a] > 1)
-            counted = tuple(i for i, names in enumerate(wanted) if name in names)
+            counted = tuple(i for i, names in enumerate(norms) if name in names)
             if counted:
                 sets.setdefault((replicas, counted), []).append(name)
         self.sets = tuple(map(tuple, sets.values()))
         self.replicas = [[group_name(prefix, axis_names, (axis,)) for axis in replicas] for replicas, _ in sets]
-        self.parts = [[k for k, (_, counted) in enumerate(sets) if i in counted] for i in range(len(wanted))]
+        self.parts = [[k for k, (_, counted) in enumerate(sets) if i in counted] for i in range(len(norms))]
         sends = any(n > 1 for n in axis_sizes) and sets
         self.group = everyone or (group_name(prefix, axis_names, range(len(axis_names))) if sends else None)
 
