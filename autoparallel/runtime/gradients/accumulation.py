@@ -160,7 +160,7 @@ class Window(Generic[T]):
 
 def _left_over(store: GradientStore) -> str | None:
     """A parameter whose gradient is not zero, on any rank; ``zero_grad(set_to_none=False)`` leaves zeros."""
-    grads = {name: p.grad for name, p in store.parameters.items() if p.grad is not None}
+    grads = store.gradients
     if not grads:
         return None
     here = next((name for name, grad in grads.items() if bool(_torch.dtensor.local_of(grad).any())), None)

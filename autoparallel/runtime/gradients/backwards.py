@@ -54,6 +54,12 @@ class BackwardPass:
         if len(self.reductions) > IN_FLIGHT:
             self.reductions[-1 - IN_FLIGHT][0].finish()
 
+    def deliver(self) -> None:
+        """Waits for the reductions, and hands out the results of each before the next makes its own."""
+        while self.reductions:
+            travel, receive = self.reductions.pop(0)
+            receive(travel())
+
     def abandon(self) -> None:
         """Waits for what is under way and forgets it."""
         reductions, self.reductions = self.reductions, []

@@ -123,9 +123,11 @@ class GradientStore(Carrier):
         self.last_step = settings
         self.all_steps = hashlib.sha256(self.all_steps + settings.encode()).digest()
 
-    def accumulates(self) -> bool:
-        """Whether parameters have gradients, which a backward adds to."""
-        return any(parameter.grad is not None for parameter in self.parameters.values())
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients that there are, by name."""
+        pairs = zip(self.parameters, _torch.tensors.grads_of(self.parameters.values()), strict=True)
+        return {name: grad for name, grad in pairs if grad is not None}
 
     def has_stale(self) -> bool:
         """Whether a kept copy of gathered parameters is not what they are now, as far as this rank can see."""
@@ -265,9 +267,7 @@ class GradientStore(Carrier):
             try:
                 if self.window is not None:
                     self.window.require_nothing_beside()
-                while ended.reductions:  # each lets go of its buffers before the next makes its gradients
-                    travel, hand_out = ended.reductions.pop(0)
-                    hand_out(travel())
+                ended.deliver()
                 if self.synchronise:
                     self._reduce_pending()
                     self._hooks.call()
@@ -430,8 +430,7 @@ class GradientStore(Carrier):
             return
         show_always(self.parameters.values(), False)
         if (divisor := window.divisor()) is not None:
-            grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-            for alike in _torch.tensors.by_dtype(list(map(_torch.dtensor.local_of, grads))):
+            for alike in _torch.tensors.by_dtype(list(map(_torch.dtensor.local_of, self.gradients.values()))):
                 torch._foreach_div_(alike, divisor)
         self._hooks.call_after_window(window.names)
 

@@ -121,9 +121,7 @@ class StageGradients(GradientStore):
         return self.alone and bool(chains) and bool(chains[0].each)
 
     def _finish_backward(self, ended: BackwardPass) -> None:
-        while ended.reductions:
-            travel, add = ended.reductions.pop(0)
-            add(travel())
+        ended.deliver()
 
     def added(self, chain: ParameterChain) -> ParameterChain:
         """The way that is left to a parameter's summed gradients."""
