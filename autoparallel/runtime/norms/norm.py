@@ -8,7 +8,7 @@ looking at a value waits for nothing, is it decided by values what must be summe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -43,34 +43,27 @@ def join(tensors: Sequence[Tensor]) -> list[Tensor]:
     bases = [base for t in tensors if (base := t._base) is not None]
     if len(set(map(id, bases))) == len(bases):
         return tensors
-    joined: list[Tensor] = []
-    by_base: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    by_base: dict[int, list[Tensor]] = {}
     for t in tensors:
         base = t._base
-        if base is None:
-            joined.append(t)
+        by_base.setdefault(id(t if base is None else base), []).append(t)
+    return [each for views in by_base.values() for each in _join_views(views)]
+
+
+def _join_views(views: Sequence[Tensor]) -> Iterator[Tensor]:
+    """``join`` of one tensor, or of views of one."""
+    runs: list[list[Tensor]] = []
+    end = 0  # in memory, of the last run, where another view may follow
+    for t in sorted(views, key=Tensor.data_ptr):
+        begin, whole = t.data_ptr(), t.is_contiguous()
+        if begin == end and whole and t.dtype == runs[-1][0].dtype:
+            runs[-1].append(t)
         else:
-            by_base.setdefault(id(base), (base, []))[1].append(t)
-    for base, views in by_base.values():
-        joined += views if len(views) == 1 else _join_views(base, views)
-    return joined
-
-
-def _join_views(base: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
-    """``join`` of views of one tensor."""
-    joined = [t for t in views if not t.is_contiguous()]
-    places = [(t.data_ptr(), t.numel(), t) for t in views if t.is_contiguous()]
-    places.sort(key=lambda place: place[0])
-    first = 0
-    while first < len(places):
-        pointer, total, t = places[first]
-        end, last = pointer + total * t.itemsize, first + 1
-        while last < len(places) and places[last][0] == end and places[last][2].dtype == t.dtype:
-            total += places[last][1]
-            end, last = pointer + total * t.itemsize, last + 1
-        joined.append(t if last == first + 1 else base.as_strided((total,), (1,), t.storage_offset()))
-        first = last
-    return joined
+            runs.append([t])
+        end = begin + t.nbytes if whole else 0
+    for run in runs:
+        base, count = run[0]._base, sum(map(Tensor.numel, run))
+        yield run[0] if base is None or len(run) < 2 else base.as_strided((count,), (1,), run[0].storage_offset())
 
 
 def _norms(grads: Sequence[Tensor], p: float) -> Tensor:
