@@ -225,9 +225,8 @@ def compile(
     handle_operators()
     everyone = whole_group_name(prefix) if staged else None
     store = GradientStore(inner, bind(inner, mesh), dict(model.named_parameters()), everyone)
-    plans = None if cache is None else PlanCache(cache)
     make_body = make_body_of(backend)
-    settings = Settings(model, agreement, store, make_body, scaler=grad_scaler, unable=unable, cache=plans)
+    settings = Settings(model, agreement, store, make_body, scaler=grad_scaler, unable=unable, cache=PlanCache(cache))
     module = ParallelModule(
         Compiler(settings, mesh, request, is_open),
         has_loss_fn=loss_fn is not None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from autoparallel.passes.sort_calls import sort_calls
 from autoparallel.placements import Invariant, format_layout, parse_layout
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.meshes import MeshSearch
-from autoparallel.planner.plan_cache import PlanCache, key_of
+from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.programs import prepare
 from autoparallel.planner.reasons import PlanAgain
@@ -74,7 +74,7 @@ class Settings:
     lent: bool = False
     scaler: torch.amp.GradScaler | None = None
     unable: str = ""
-    cache: PlanCache | None = None
+    cache: PlanCache = field(default_factory=PlanCache)
 
 
 class Compiler:
@@ -234,17 +234,14 @@ class Compiler:
 
     def _choice(self, search: MeshSearch) -> MeshChoice:
         """What a search chooses, or has chosen before, where the first rank's cache knows."""
-        cache, agreement = self.settings.cache, self.agreement
-        if cache is None:
-            return search.choose(agreement.share)
-        key = key_of(search.request, search.captured, search.call, Settled(), search.devices, search.refusal)
-        text = cache.get(key, lambda text: from_json(MeshChoice, text, 1) and text) if agreement.is_first else None
-        text = agreement.of_first(text or "")
+        cache, agreement, key = self.settings.cache, self.agreement, None
+        if agreement.is_first:
+            key = cache.key(search.request, search.captured, search.call, Settled(), search.devices, search.refusal)
+        text = agreement.of_first(cache.get(key, lambda text: from_json(MeshChoice, text, 1) and text) or "")
         if text:
             return from_json(MeshChoice, text, 1)
         choice = search.choose(agreement.share)
-        if agreement.is_first:
-            cache.put(key, to_json(choice, 1))
+        cache.put(key, to_json(choice, 1))
         return choice
 
     def _capture(self, call: Call, training: bool | None = None) -> Captured:

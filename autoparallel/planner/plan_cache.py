@@ -41,10 +41,29 @@ _SEEN = ("key", "module", "layer", "differentiable", "backward", "interleaved")
 
 
 class PlanCache:
-    """A folder of texts, which several processes may use at once."""
+    """A folder of texts, which several processes may use at once; without one, nothing is kept."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).expanduser()
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = None if folder is None else Path(folder).expanduser()
+
+    def key(self, request: Request, captured: Captured, call: Call, settled: Settled, *others: object) -> str | None:
+        """A digest of what a search depends on; None where some of it is known by its address in memory alone, or where
+        nothing is kept."""
+        if self.folder is None or request.pins.plan is not None:  # the search says what of it is not possible any more
+            return None
+        sets = (captured.rebound, captured.lengths, captured.left_out, captured.attributes, captured.actual.items())
+        return digest_of(
+            others, replace(request, plan=request.origin, pins=Pins(), loss_fn=None),
+            request.pins.text(), sorted(map(repr, USER_RULES.items())),
+            settled.at_rest is None, sorted((settled.at_rest or {}).items()), settled.pipeline, settled.recompute,
+            settled.offload_optimizer,
+            call.layouts, call.batch, call.with_target, call.training, call.trainable, call.gradients,
+            [spec for spec in call.specs if isinstance(spec, InputSpec)],
+            captured.parameters, captured.buffers, {name: _show(x) for name, x in captured.constants.items()},
+            captured.inputs, captured.mutated_buffers, captured.loss, captured.flowing, captured.detached,
+            captured.weight, captured.rest_dtypes, captured.draws, captured.numbers,
+            *(sorted(map(repr, each)) for each in sets), *_lines(captured.module),
+        )  # fmt: skip
 
     def get(self, key: str | None, read: Callable[[str], T]) -> T | None:
         """What a text that is kept says; None where there is none, or none that can be read.
@@ -52,15 +71,16 @@ class PlanCache:
         Args:
             read: makes it of the text; raises ValueError for what does not fit.
         """
+        if key is None or self.folder is None:
+            return None
         with suppress(OSError, ValueError):
-            if key is not None:
-                digest, _, text = self._file(key).read_text().partition("\n")
-                return read(text) if digest == _digest(text) else None
+            digest, _, text = _file(self.folder, key).read_text().partition("\n")
+            return read(text) if digest == _digest(text) else None
         return None
 
     def put(self, key: str | None, text: str) -> None:
         """Keeps a text; a folder that is full or cannot be written to keeps nothing, and a warning says so."""
-        if key is None:
+        if key is None or self.folder is None:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -68,38 +88,20 @@ class PlanCache:
             try:
                 with os.fdopen(handle, "w") as file:
                     file.write(f"{_digest(text)}\n{text}")
-                os.replace(name, self._file(key))  # whole or not at all, whoever else writes
+                os.replace(name, _file(self.folder, key))  # whole or not at all, whoever else writes
             except BaseException:  # a full disk, an interrupted run
                 os.unlink(name)
                 raise
         except OSError as error:
             LOGGER.warning("the cache keeps nothing: %s", error)
 
-    def _file(self, key: str) -> Path:
-        return self.folder / f"{key}.txt"
+
+def _file(folder: Path, key: str) -> Path:
+    return folder / f"{key}.txt"
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def key_of(request: Request, captured: Captured, call: Call, settled: Settled, *others: object) -> str | None:
-    """A digest of what a search depends on; None where some of it is known by its address in memory alone."""
-    if request.pins.plan is not None:  # the search says what of it is not possible any more
-        return None
-    sets = (captured.rebound, captured.lengths, captured.left_out, captured.attributes, captured.actual.items())
-    return digest_of(
-        others, replace(request, plan=request.origin, pins=Pins(), loss_fn=None),
-        request.pins.text(), sorted(map(repr, USER_RULES.items())),
-        settled.at_rest is None, sorted((settled.at_rest or {}).items()), settled.pipeline, settled.recompute,
-        settled.offload_optimizer,
-        call.layouts, call.batch, call.with_target, call.training, call.trainable, call.gradients,
-        [spec for spec in call.specs if isinstance(spec, InputSpec)],
-        captured.parameters, captured.buffers, {name: _show(x) for name, x in captured.constants.items()},
-        captured.inputs, captured.mutated_buffers, captured.loss, captured.flowing, captured.detached, captured.weight,
-        captured.rest_dtypes, captured.draws, captured.numbers, *(sorted(map(repr, each)) for each in sets),
-        *_lines(captured.module),
-    )  # fmt: skip
 
 
 def digest_of(*parts: object) -> str | None:

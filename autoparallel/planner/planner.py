@@ -24,7 +24,7 @@ from autoparallel.passes.sort_calls import sort_calls
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.candidates.proposals import proposals
-from autoparallel.planner.plan_cache import PlanCache, key_of
+from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.programs import build, prepare
 from autoparallel.planner.request.request import Request, Settled
 from autoparallel.predict.pipeline_traffic import pipeline_traffic
@@ -45,7 +45,7 @@ class Planner:
     """
 
     def __init__(self, model: nn.Module, request: Request, cache: PlanCache | None = None) -> None:
-        self.model, self.request, self.cache = model, request, cache
+        self.model, self.request, self.cache = model, request, cache or PlanCache()
         self.sorts_calls = False
         self._predicted: tuple[Plan, tuple[Any, ...], tuple[LocalProgram, Prediction] | None] | None = None
         # When the gradient of each parameter is reduced; within a limit that is chosen on the first program that
@@ -97,8 +97,8 @@ class Planner:
         Raises:
             PlanError: when no plan satisfies the constraints, the pins or the limit.
         """
-        key = None if self.cache is None else key_of(self.request, captured, call, settled)
-        cached = None if self.cache is None else self.cache.get(key, partial(self._read_plan, captured, call))
+        key = self.cache.key(self.request, captured, call, settled)
+        cached = self.cache.get(key, partial(self._read_plan, captured, call))
         if cached is not None:
             return cached
         evaluator = evaluator or Evaluator(self.request, captured, call, settled)
@@ -111,8 +111,7 @@ class Planner:
             return Planner(self.model, replace(self.request, plan="auto")).search(captured, call, settled)
         self._predicted = plan, call.specs, evaluator.predicted(plan)
         plan = replace(plan, frontier=evaluator.frontier(plan))
-        if self.cache is not None:
-            self.cache.put(key, plan.to_json())
+        self.cache.put(key, plan.to_json())
         return plan
 
     def _read_plan(self, captured: Captured, call: Call, text: str) -> Plan:

@@ -117,14 +117,14 @@ def _count(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Plans, prints the comparison, and writes what was asked for; or does so with what the cache has of it."""
-    cache = PlanCache(options.cache) if options.cache else None
+    cache = PlanCache(options.cache or None)
     for name in FILES:
         require_writable(getattr(options, name))
-    key = answer_key(options) if cache is not None else None
-    answer = cache.get(key, Answer.from_json) if cache is not None else None
+    key = answer_key(options) if options.cache else None
+    answer = cache.get(key, Answer.from_json)
     if answer is None:
         answer = _answer(options, cache)
-        if cache is not None and key == answer_key(options):  # no file that is read has changed meanwhile
+        if key is not None and key == answer_key(options):  # no file that is read has changed meanwhile
             cache.put(key, answer.to_json())
     print(answer.text)
     for name, file in answer.files.items():
@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
 
 @collected_rarely(FEW)
 @frozen_inside()
-def _answer(options: argparse.Namespace, cache: PlanCache | None) -> Answer:
+def _answer(options: argparse.Namespace, cache: PlanCache) -> Answer:
     """What is to be printed and written."""
     source, request, call, mesh = prepare(options)
     with _progress(request.origin).phase("trace"):

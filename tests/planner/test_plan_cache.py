@@ -16,7 +16,7 @@ from autoparallel import Plan
 from autoparallel.hardware import CPU
 from autoparallel.planner import planner as planning
 from autoparallel.planner.draft import call_of
-from autoparallel.planner.plan_cache import PlanCache, key_of
+from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.request.request import Request, Settled
 
@@ -116,7 +116,7 @@ def test_what_cannot_be_kept_leaves_nothing_behind(tmp_path: Path, monkeypatch: 
 def _key() -> str | None:
     planner = Planner(Net(), REQUEST)
     call = call_of((torch.randn(8, 16),), {}, False)
-    return key_of(REQUEST, planner.capture(call), call, Settled())
+    return PlanCache("unused").key(REQUEST, planner.capture(call), call, Settled())
 
 
 @pytest.mark.wide
