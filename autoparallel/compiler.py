@@ -201,19 +201,15 @@ class Compiler:
         """
         pipeline = self.request.pipeline
         pieces = self.mesh.size() * (pipeline.microbatches or 1 if pipeline is not None else 1)
-        if dims:
-            specs = list(call.specs)
-            for leaf, dim in dims.items():
-                shape = list(specs[leaf].shape)
-                shape[dim] = -(-shape[dim] // pieces) * pieces
-                specs[leaf] = replace(specs[leaf], shape=tuple(shape))
-            return replace(call, specs=tuple(specs))
-        rows = -(-call.batch // pieces) * pieces
-        specs = [
-            replace(s, shape=(s.batch * rows, *s.shape[1:])) if isinstance(s, InputSpec) and s.batch else s
-            for s in call.specs
-        ]
-        return replace(call, specs=tuple(specs), batch=rows)
+        specs = list(call.specs)
+        places = dims or {i: 0 for i, s in enumerate(specs) if isinstance(s, InputSpec) and s.batch}
+        before = next((specs[leaf].shape[dim] for leaf, dim in (dims or {}).items()), call.batch)
+        rows = -(-before // pieces) * pieces
+        for leaf, dim in places.items():
+            shape = list(specs[leaf].shape)
+            shape[dim] = shape[dim] // before * rows
+            specs[leaf] = replace(specs[leaf], shape=tuple(shape))
+        return replace(call, specs=tuple(specs), batch=call.batch if dims else rows)
 
     def _choose_mesh(self, call: Call) -> Captured:
         """Chooses the mesh on the training graph, all ranks together; the graph."""
