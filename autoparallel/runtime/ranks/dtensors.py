@@ -294,17 +294,8 @@ def on_stack(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         RankMismatchError: on every rank, where plain tensors are not the same on all of them.
         RuntimeError: for one of numbers of one stage's tensors, as of norms.
     """
-    tensors, *rest = args
-    meshes = [x.device_mesh for x in tensors if isinstance(x, DTensor)]
-    _require_no_stage(x.device_mesh for x in tensors if isinstance(x, DTensor) and not x.ndim)
-    if len(meshes) < len(tensors) and not is_any_stage(meshes):
-        plain = [x for x in tensors if x.ndim and not isinstance(x, DTensor)]
-        if plain and agreement_over(meshes[0]) is not None:
-            keep_kinds(plain)
-            agree_on(meshes[0], f"plain tensors are joined to DTensors by {operator}", *map(tensor_digest, plain))
-        tensors = [x if isinstance(x, DTensor) else replicated(x.detach(), meshes[0]) for x in tensors]
-    with _torch.dtensor.leave_to_torch(operator):
-        return operator(tensors, *rest, **kwargs)
+    _require_no_stage(x.device_mesh for x in args[0] if isinstance(x, DTensor) and not x.ndim)
+    return _join(operator, args, kwargs)
 
 
 def on_cat(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -315,19 +306,26 @@ def on_cat(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         RankMismatchError: on every rank, where plain tensors are not the same on all of them.
         RuntimeError: on every rank, where they lie on several stages of a pipeline.
     """
-    tensors, *rest = args
-    meshes = {x.device_mesh if isinstance(x, DTensor) else None for x in tensors}
+    meshes = {x.device_mesh if isinstance(x, DTensor) else None for x in args[0]}
     if len(meshes) > 1 and is_any_stage(meshes):
         raise RuntimeError(
             "tensors of several stages of a pipeline are joined to one, as LBFGS and parameters_to_vector do\n"
             "What to change: join what model.full_parameters() gives; step with an optimizer that has a state for each "
             "parameter."
         )
-    plain, sharded = [x for x in tensors if not isinstance(x, DTensor)], [x for x in tensors if isinstance(x, DTensor)]
-    if plain and sharded and agreement_over(mesh := sharded[0].device_mesh) is not None:
+    return _join(operator, args, kwargs)
+
+
+def _join(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator makes of a list of ``DTensor``s and plain tensors, of which every rank has all."""
+    tensors, *rest = args
+    meshes, plain = [x.device_mesh for x in tensors if isinstance(x, DTensor)], []
+    if len(meshes) < len(tensors) and not is_any_stage(meshes) and agreement_over(meshes[0]) is not None:
+        plain = [x for x in tensors if x.ndim and not isinstance(x, DTensor)]
+        tensors = [x if isinstance(x, DTensor) else replicated(x.detach(), meshes[0]) for x in tensors]
+    if plain:
         keep_kinds(plain)
-        agree_on(mesh, f"plain tensors are joined to DTensors by {operator}", *map(tensor_digest, plain))
-        tensors = [x if isinstance(x, DTensor) else replicated(x, mesh) for x in tensors]
+        agree_on(meshes[0], f"plain tensors are joined to DTensors by {operator}", *map(tensor_digest, plain))
     with _torch.dtensor.leave_to_torch(operator):
         return operator(tensors, *rest, **kwargs)
 
