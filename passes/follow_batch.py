@@ -22,7 +22,8 @@ import torch
 from torch import fx
 
 from autoparallel import operators
-from autoparallel.graph.captured import Captured, InputSpec, LossWeight
+from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.graph.losses import LossWeight
 from autoparallel.operators.control_flow import goes_by_values
 from autoparallel.operators.flex import is_flex, reads_of_rows
 from autoparallel.operators.opaque import has_own_backward

@@ -22,8 +22,8 @@ import torch
 from torch import fx
 
 from autoparallel import operators
-from autoparallel.graph.captured import LossWeight
 from autoparallel.graph.lines import line_of
+from autoparallel.graph.losses import LossWeight
 from autoparallel.operators.opaque import has_own_backward
 from autoparallel.rules.calls import ancestors, arguments, casts_of, followers, is_tensor, shape_of
 from autoparallel.rules.shapes import expression

@@ -13,8 +13,9 @@ from autoparallel.comm.world import Axes, mesh_text
 from autoparallel.decisions.decisions import Decisions
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import Call
-from autoparallel.graph.captured import Captured, InputSpec, explain_ambiguity
+from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.graph.fingerprint import fingerprint
+from autoparallel.graph.losses import explain_ambiguity
 from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.placements import Invariant, Layout, Shard, divides, fills_up, format_layout, reaches_all

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import batch_dim
-from autoparallel.graph.captured import Captured, explain_ambiguity, is_loss
+from autoparallel.graph.captured import Captured
 from autoparallel.graph.lines import line_of
+from autoparallel.graph.losses import explain_ambiguity, is_loss
 from autoparallel.operators.opaque import runs_hooks
 
 

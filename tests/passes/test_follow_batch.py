@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoparallel.graph.captured import LossWeight
+from autoparallel.graph.losses import LossWeight
 from tests.passes.support import captured
 
 

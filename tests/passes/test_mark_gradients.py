@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autoparallel.graph.captured import is_loss
+from autoparallel.graph.losses import is_loss
 from autoparallel.passes.mark_gradients import (
     Detached,
     detach_outputs,

@@ -1,0 +1,52 @@
+"""Which output of a graph is the loss, and what it weighs among microbatches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+NAME = "loss"
+
+
+def is_loss(node: Any) -> bool:
+    """Whether an output that can be differentiated may be a loss: a real scalar."""
+    value = node.meta["val"]
+    return value.ndim == 0 and value.is_floating_point()
+
+
+@dataclass(frozen=True)
+class LossWeight:
+    """What a loss weighs among the microbatches of a step.
+
+    Attributes:
+        output: the index of the graph's output that holds the weight, where it depends on the data.
+        size: the weight as a product of sizes (of the trace), where it does not; 1 for every call of a sum.
+        kind: ``"mean"``, ``"sum"``, or ``"unknown"`` where the weight cannot be told.
+        reason: why it is unknown.
+        from_call: whether the weight comes with the call, the same for all parts of its batch.
+        mixes: which call is the first of which it is only taken for granted that it leaves the rows of the batch
+            apart; empty where there is none.
+    """
+
+    kind: str
+    output: int | None = None
+    size: Any = 1
+    reason: str = ""
+    from_call: bool = False
+    mixes: str = ""
+
+    @property
+    def problem(self) -> str:
+        """Why the losses of parts of a batch cannot be put together to that of the batch; empty where they can."""
+        if self.kind == "unknown":
+            return f"it cannot be told what the loss is a mean over: {self.reason}"
+        if self.from_call:
+            return (
+                "the count that loss_fn returns is of the whole batch: return one of its rows, or divide the sum by it"
+            )
+        return ""
+
+
+def explain_ambiguity(count: int) -> str:
+    """Why nobody knows which output is the loss."""
+    return f"the model returns {count} outputs that can be differentiated, and none of them is called {NAME!r}"
