@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 import autoparallel
 from autoparallel.capture import capture as capture_module
 from autoparallel.capture.capture import capture
+from autoparallel.graph.calls import closed
 from autoparallel.graph.captured import Captured, CaptureError, describe_inputs
 from autoparallel.graph.sizes import Sizes
 from tests import captures
@@ -30,13 +31,14 @@ def captured(
     model: nn.Module,
     *args: Any,
     loss_fn: Any = None,
-    symbolic: bool = True,
+    fixed: bool = False,
     training: bool | None = None,
     **kwargs: Any,
 ) -> Captured:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     specs, rows = describe_inputs(leaves)
-    return capture(model, specs, spec, loss_fn=loss_fn, least_batch=8, batch=rows, symbolic=symbolic, training=training)
+    forms = closed(specs, batch=False) if fixed else specs
+    return capture(model, forms, spec, loss_fn=loss_fn, least_batch=8, batch=rows, training=training)
 
 
 def refusal(model: nn.Module, *args: Any, **options: Any) -> str:
@@ -310,7 +312,7 @@ def test_a_batch_of_one_is_traced_like_any_other() -> None:
 
 
 def test_a_fixed_batch_is_traced_as_a_number() -> None:
-    result = captured(nn.Linear(4, 6), torch.rand(16, 4), symbolic=False)
+    result = captured(nn.Linear(4, 6), torch.rand(16, 4), fixed=True)
     assert not result.actual
 
 

@@ -110,7 +110,6 @@ class Attempt:
         least_batch: the smallest batch to trace with.
         batch: the batch size of the actual call.
         training: captures in this mode instead of the model's own.
-        symbolic: leaves the batch size open.
         detach_beside_loss: where the loss is known (see ``capture.functional.outputs``), detaches the other outputs.
         ranks: of the mesh: into at most so many blocks fused projections are interleaved (see
             ``passes.interleave_projections``).
@@ -138,7 +137,6 @@ class Attempt:
     least_batch: int
     batch: int
     training: bool | None = None
-    symbolic: bool = True
     detach_beside_loss: bool = True
     precision: MixedPrecisionPolicy | None = None
     ranks: int = 1
@@ -155,7 +153,7 @@ class Attempt:
         self.reads_values = False
         self._of_next: PythonState | None = None
         self.scale = scale_of(self.least_batch, self.batch)
-        open_batch = self.symbolic and self.scale * self.batch > 1
+        open_batch = self.scale * self.batch > 1
         with self.mode:
             self.inputs = FakeInputs(self.specs, self.in_spec, self.scale, open_batch, self.device)
             self.copies = Copies(self.model, self.loss_fn, self.inputs, self.training, self.precision, self.device)
