@@ -251,3 +251,51 @@ def test_optimizers_that_deal_out_states_are_refused() -> None:
         assert len(messages) == 2
         for message in messages:
             assert "ZeroRedundancyOptimizer deals parameters" in message and "the optimizer that it is given" in message
+
+
+class _Masters(torch.optim.Optimizer):
+    """Keeps parameters of half precision in float32, beside them."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.001})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                master = self.state[p].setdefault("master", p.float().clone())
+                p.copy_(master.sub_(p.grad.float(), alpha=group["lr"]))
+
+
+def _masters_of(registered: bool) -> tuple[torch.dtype, float]:
+    """The dtype of such a state after steps before and after ``compile()``, and how far it is from one process's."""
+    if registered:
+        autoparallel.register_optimizer(_Masters, per="element")
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 4, dtype=torch.bfloat16)
+    model = copy.deepcopy(plain)
+    optimizers = [_Masters(m.parameters()) for m in (plain, model)]
+    x = torch.randn(8, 8, dtype=torch.bfloat16)
+
+    def step(m: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        m(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for pair in zip((plain, model), optimizers, strict=True):
+        step(*pair)
+    compiled = autoparallel.compile(model, mesh_of(2), plan="fsdp")
+    for _ in range(2):
+        for pair in zip((plain, compiled), optimizers, strict=True):
+            step(*pair)
+    theirs, ours = (next(iter(optimizer.state.values()))["master"] for optimizer in optimizers)
+    return ours.dtype, float((ours.full_tensor() - theirs).abs().max())
+
+
+def _masters() -> list[tuple[torch.dtype, float]]:
+    return [_masters_of(registered) for registered in (False, True)]
+
+
+def test_states_keep_their_dtype() -> None:
+    for result in run_on_ranks(_masters, world_size=2):
+        assert all(dtype == torch.float32 and distance < 1e-5 for dtype, distance in result), result
