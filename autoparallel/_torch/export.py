@@ -32,6 +32,7 @@ from torch.fx.node import has_side_effect
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._sympy.functions import Mod, PythonMod
 
 _EXPORT = "torch.export._trace"
 
@@ -251,10 +252,15 @@ _OF_ONE: WeakKeyDictionary[ShapeEnv, dict[Any, None]] = WeakKeyDictionary()
 
 def note_of_one(truth: torch.SymBool, holds: bool) -> None:
     """Notes what a model was answered, where torch has answered it because it takes every open size for 2 at least."""
-    relation, one = truth.node.expr, sympy.Integer(1)
+    relation, one = _of_any_size(truth.node.expr), sympy.Integer(1)
     is_open = not free_unbacked_symbols(truth)
     if is_open and any(relation.xreplace({size: one}) != sympy.sympify(holds) for size in relation.free_symbols):
         _OF_ONE.setdefault(truth.node.shape_env, {})[relation if holds else sympy.Not(relation)] = None
+
+
+def _of_any_size(relation: Any) -> Any:
+    """A relation of sizes with Python's remainder: torch's has none below 0, where a size of 1 may come to."""
+    return relation.replace(Mod, PythonMod) if relation.has(Mod) else relation
 
 
 def size_guards(value: torch.Tensor) -> list[tuple[Any, bool]]:
@@ -267,7 +273,7 @@ def size_guards(value: torch.Tensor) -> list[tuple[Any, bool]]:
     guards: dict[Any, bool] = {env.replace(condition): False for condition in _OF_ONE.get(env, ())}
     for guard in env.guards:
         asker = getattr(guard.sloc.framework_loc, "filename", "")
-        condition = env.replace(guard.expr)
+        condition = _of_any_size(env.replace(guard.expr))
         guards[condition] = guards.get(condition, True) and asker.startswith(FOLDER)
     return list(guards.items())
 

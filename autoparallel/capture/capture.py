@@ -55,11 +55,12 @@ def _capture(
     options: Mapping[str, Any],
 ) -> Captured:
     _torch.export.import_tracer()
-    fully_closed = closed(specs, batch=False)
+    fixed_numbers = without_numbers(specs)
+    fully_closed = closed(fixed_numbers, batch=False)
     attempts: list[tuple[Sequence[InputSpec | Any], bool]] = [(specs, False)]  # and whether values may be read
     numbers = any(isinstance(s, NumberSpec) for s in specs)
-    attempts += [(without_numbers(specs), False)] * numbers
-    attempts += [(closed(specs), False)] * any(s.open for s in specs if isinstance(s, InputSpec))
+    attempts += [(fixed_numbers, False)] * numbers
+    attempts += [(closed(fixed_numbers), False)] * any(s.open for s in specs if isinstance(s, InputSpec))
     attempts += [(fully_closed, False)] * any(s.batch for s in specs if isinstance(s, InputSpec))
     attempts += [(fully_closed, True)] * any(isinstance(leaf, torch.Tensor) for leaf in leaves)
     failed: CaptureError | None = None

@@ -148,10 +148,11 @@ def without_numbers(specs: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def closed(specs: Sequence[Any], batch: bool = True) -> tuple[Any, ...]:
-    """The inputs of a call with all numbers and sizes fixed, or all but the batch's; what calls change stays open."""
+    """The inputs of a call with all sizes fixed, or all but the batch's; what stands for a number that calls change
+    stays open, and so do other numbers."""
     return tuple([
         replace(s, open=(), batch=s.batch if batch else 0) if isinstance(s, InputSpec) and not s.is_number else s
-        for s in without_numbers(specs)
+        for s in specs
     ])  # fmt: skip
 
 

@@ -44,6 +44,42 @@ def temperature_that_decays_to_a_least_one(run: Run) -> None:
     over_lengths(run, Decaying(), (6,) * 12)
 
 
+@loop(ranks=True)
+def scale_that_doubles_at_a_count(run: Run) -> None:
+    """As of a scaler that the model keeps: the number stays open where the count fixes what is computed."""
+
+    class Scaling(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.good = 0.125, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.b(self.a(x)) * self.scale
+            self.good += 1
+            if self.good >= 2:
+                self.scale, self.good = self.scale * 2.0, 0
+            return out
+
+    over_lengths(run, Scaling(), (6,) * 8)
+
+
+@loop(ranks=True)
+def temperature_that_decays_at_every_second_call(run: Run) -> None:
+    """The count is asked before it is raised, so that it begins at 0."""
+
+    class Decaying(Tempered):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.softmax(self.a(x) / self.tau, -1)
+            if self.calls % 2 == 1:
+                self.tau = max(0.3, self.tau * 0.9)
+            self.calls += 1
+            return self.b(h)
+
+    over_lengths(run, Decaying(), (6,) * 8)
+
+
 @loop(refused="registered buffer")
 def temperature_that_is_asked_for(run: Run) -> None:
     """Each value would be a trace of its own."""

@@ -75,6 +75,19 @@ class AddsUnderATuple(Two):
         return self.b(batch[2, 3])
 
 
+@loop(ranks=True)
+def numbers_beside_lengths_that_are_fixed(run: Run) -> None:
+    """The number is another one at the second call of a length."""
+
+    class Weighs(Two):
+        def forward(self, x: Tensor, weight: float) -> Tensor:
+            return self.b(sum(self.a(x[:, t]) * (t + 1) for t in range(x.shape[1]))) * weight
+
+    model = run.compile(Weighs().double())
+    for step, (length, weight) in enumerate([(6, 0.5), (6, 0.7), (5, 0.7), (5, 0.9), (4, 3.0), (4, 5.0), (6, 2.0)]):
+        run.note("output", model(numbers(8, length, 8, seed=step), weight))
+
+
 class Kind(enum.Enum):
     WIDE = 1
 
