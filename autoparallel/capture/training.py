@@ -23,7 +23,7 @@ from autoparallel.graph.caches import caches_in, release, tensors_in
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.carried_attributes import without_attributes
 from autoparallel.graph.changed_arguments import ARGUMENTS, describe_changes, note_containers
-from autoparallel.graph.nesting import flatten
+from autoparallel.graph.nesting import flatten_results
 from autoparallel.graph.python_state import is_plain
 
 if TYPE_CHECKING:
@@ -140,13 +140,13 @@ class Training(nn.Module):
         exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
         with entries_exchanged(self.recorder.held, exchange.exchanged), self.recorder.carrying(attributes):
             with self.recorder, DataAccess(), exchange:
-                leaves, self.findings.spec = flatten(self._outputs(args, kwargs))
+                leaves, self.findings.spec = flatten_results(self._outputs(args, kwargs))
             written = self.recorder.take()
         if trace is not None:
             _require_unset(trace.attributes)
         _require_leaves(leaves)
         for name, value in {**written, **self._changes}.items():
-            more, self.findings.attributes[name] = pytree.tree_flatten(value)
+            more, self.findings.attributes[name] = flatten_results(value)
             leaves += more
         leaves = self.recorder.rebind(leaves)
         leaves += [question.value for question in self.findings.questions]

@@ -122,8 +122,8 @@ def changing_of(specs: Sequence[Any]) -> tuple[int | float, ...]:
 def opened(specs: Sequence[Any], changing: Sequence[tuple[int | float, ...]]) -> tuple[Any, ...]:
     """The inputs of a call, with those dims open that have had several sizes, and numbers that have had several values.
 
-    Dims that have always had the same size share a length.  A size of 0 or 1 is never open: what it does to the shapes
-    around it, no other does.
+    Dims that have always had the same size share a length, but for those that stand for numbers.  A size of 0 or 1 is
+    never open: what it does to the shapes around it, no other does.
 
     Args:
         changing: what may change (see :func:`changing_of`) in calls of the same form, those of this one among them.
@@ -135,7 +135,9 @@ def opened(specs: Sequence[Any], changing: Sequence[tuple[int | float, ...]]) ->
         if isinstance(spec, InputSpec):
             dims = [(dim, next(columns)) for dim in range(bool(spec.batch), len(spec.shape))]
             several = [(dim, sizes) for dim, sizes in dims if spec.shape[dim] > 1 and len({*sizes} - {0, 1}) > 1]
-            spec = replace(spec, open=tuple([(dim, numbers.setdefault(s, len(numbers))) for dim, s in several]))
+            alone = (len(described),) * spec.is_number
+            opened = [(dim, numbers.setdefault((*alone, *sizes), len(numbers))) for dim, sizes in several]
+            spec = replace(spec, open=tuple(opened))
         elif type(spec) in NUMBERS and len({*next(columns)}) > 1:
             spec = NumberSpec(type(spec), spec)
         described.append(spec)

@@ -50,12 +50,14 @@ def _form_of(value: Any) -> Any:
 
 
 def may_be_carried(value: Any) -> bool:
-    """Whether a call can be given a value: a bool, a number, which may be open, a string, or a tensor without
+    """Whether a call can be given a value: nothing, a bool, a number, which may be open, a string, or a tensor without
     gradient."""
     if isinstance(value, torch.Tensor):
         return not value.requires_grad
-    return isinstance(value, bool | str | float | torch.SymInt | torch.SymFloat) or (
-        type(value) is int and abs(value) < _LARGEST
+    return (
+        value is None
+        or isinstance(value, bool | str | float | torch.SymInt | torch.SymFloat)
+        or (type(value) is int and abs(value) < _LARGEST)
     )
 
 

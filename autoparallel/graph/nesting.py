@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoparallel.graph.caches import grows, hold
+from autoparallel.graph.python_state import is_plain
 
 
 def flatten(values: Any, caches: list[Any] | None = None) -> tuple[list[Any], pytree.TreeSpec]:
@@ -34,6 +35,32 @@ def flatten(values: Any, caches: list[Any] | None = None) -> tuple[list[Any], py
         else:
             torch.export.register_dataclass(kind)
     return flatten(values, caches) if unknown else (leaves, spec)
+
+
+class _Held:
+    """A constant that has no leaves: how values nest tells of it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+pytree.register_pytree_node(_Held, lambda held: ([], held.value), lambda _, value: value)
+
+_OF_GRAPHS = (type(None), bool, int, float, str)
+"""The types of the constants that a graph of torch's returns."""
+
+
+def flatten_results(values: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The same for what a model returns and sets, without the constants that no graph returns (dtypes, devices, enums),
+    which ``pytree.tree_unflatten`` puts back."""
+
+    def is_held(leaf: Any) -> bool:
+        return is_plain(leaf) and type(leaf) not in _OF_GRAPHS
+
+    leaves, spec = flatten(values)
+    if not any(map(is_held, leaves)):
+        return leaves, spec
+    return flatten(pytree.tree_map(lambda leaf: _Held(leaf) if is_held(leaf) else leaf, values))
 
 
 def unflatten(leaves: Iterable[Any], spec: pytree.TreeSpec) -> Any:

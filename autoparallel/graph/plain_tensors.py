@@ -6,11 +6,11 @@ by reference: what is changed in them in place is seen.
 
 from __future__ import annotations
 
+import ast
 import copy
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -180,19 +180,28 @@ def tensor_at(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def holder_of(model: nn.Module, path: str, loss_fn: Any = None) -> Any:
-    """A module of a model, or of its loss function, or an object that one holds, by its path.
+    """A module of a model, or of its loss function, or an object that one holds, by its path (``a.schedules[0]``).
 
-    Raises AttributeError where there is none.
+    Raises AttributeError or LookupError where there is none.
     """
     holder, _, rest = path.partition(".")
+    root: Any
     root, path = (loss_fn, rest) if holder == LOSS else (model, path)
-    return attrgetter(path)(root) if path else root
+    for entry, name in _STEP.findall(path):
+        root = root[ast.literal_eval(entry)] if entry else getattr(root, name)
+    return root
+
+
+_STEP = re.compile(r"\[(\d+|'[^']*')\]|([^.\[]+)")
 
 
 def attribute_at(model: nn.Module, label: str, loss_fn: Any = None) -> Any:
     """What an attribute of such a holder is now; ``MISSING`` where it is gone."""
     path, _, name = label.rpartition(".")
-    return getattr(holder_of(model, path, loss_fn), name, MISSING)
+    try:
+        return getattr(holder_of(model, path, loss_fn), name, MISSING)
+    except LookupError:  # a list of which it was an entry is shorter now
+        return MISSING
 
 
 def rebind(model: nn.Module, name: str, value: torch.Tensor) -> None:

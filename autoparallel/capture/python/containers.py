@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -86,6 +86,34 @@ def holds(value: Any, container: Any) -> bool:
     """Whether a container is an entry of another one."""
     entries = value.values() if isinstance(value, Mapping) else value
     return any(x is container for x in entries)
+
+
+def objects_held(held: Iterable[tuple[str, Any]], objects: Container[int]) -> Iterator[tuple[str, Any]]:
+    """Objects that modules hold, also in lists and dicts, and then what those hold, with their places (``a.b[0].c``).
+
+    Args:
+        held: what modules hold, with its places.
+        objects: the ids of what counts.
+    """
+    places = deque(sorted(held, key=lambda place: place[0].count(".")))
+    visited: set[int] = set()
+    while places:
+        label, value = places.popleft()
+        is_object, is_container = id(value) in objects, isinstance(value, list | tuple | dict | deque)
+        if id(value) in visited or not (is_object or is_container):
+            continue
+        visited.add(id(value))
+        if is_object:
+            yield label, value
+            places.extend((f"{label}.{name}", x) for name, x in vars(value).items())
+        elif is_container:
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            places.extend((f"{label}[{key!r}]", x) for key, x in entries if not is_plain(x) and _is_key(key))
+
+
+def _is_key(key: Any) -> bool:
+    """Whether an entry has a place of which its text tells."""
+    return isinstance(key, str) and not {"'", "\\"} & {*key} or type(key) is int
 
 
 def leaves_of(value: Any) -> Iterator[Any]:

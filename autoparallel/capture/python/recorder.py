@@ -35,6 +35,8 @@ from autoparallel.capture.python.containers import (
     holds_the_same,
     is_remade,
     is_same,
+    leaves_of,
+    objects_held,
     refill,
 )
 from autoparallel.capture.python.observed_classes import observe, release, written_to
@@ -51,6 +53,7 @@ from autoparallel.graph.python_state import (
     PythonState,
     freeze,
     is_data,
+    is_plain,
     shown,
     slots_of,
 )
@@ -105,12 +108,9 @@ class Recorder:
         modules = [*model.modules(), *(loss[0].modules() if loss else ())]
         twins = {id(memo[id(x)]): x for x in originals if is_data(x) and memo.get(id(x), x) is not x}
         held = [(w.label(n), x) for w in self._watched.values() for n, x in vars(w.copy).items()]
-        places = deque(sorted(held, key=lambda place: place[0].count(".")))
-        while places:  # what modules hold, and then what that holds
-            label, twin = places.popleft()
-            if id(twin) in twins and id(vars(twin)) not in self._watched:
+        for label, twin in objects_held(held, twins):
+            if id(vars(twin)) not in self._watched:
                 self._watch(label, twins[id(twin)], twin)
-                places.extend((f"{label}.{name}", x) for name, x in vars(twin).items())
         for original in twins.values():
             twin = memo[id(original)]
             if id(vars(twin)) not in self._watched:
@@ -346,6 +346,9 @@ class Recorder:
                     return
         now = table.get(name, MISSING)
         if is_remade(self._twin(before), now):
+            if name not in watched.reads and self._sets_again(watched, name, before, now):
+                written[label] = now
+                self.written[label] = Written(vars(watched.original), name, now, fills=False)
             self._put_back(watched, name, before)
             return
         if now is MISSING:
@@ -369,6 +372,11 @@ class Recorder:
         written[label] = now
         self.written[label] = Written(vars(watched.original), name, now, name in watched.reads)
         self._put_back(watched, name, before)
+
+    def _sets_again(self, watched: Watched, name: str, before: Any, now: Any) -> bool:
+        """Whether a call sets what is there already, which another kind of call may set to something else."""
+        is_new = is_plain(now) or now is not self._twin(before)
+        return is_new and name not in INTERNAL and all(map(is_plain, leaves_of(now))) and self._is_reached(watched)
 
     def _put_back(self, watched: Watched, name: str, before: Any) -> None:
         """Puts back what an attribute of the copy was."""
@@ -421,7 +429,7 @@ class Recorder:
         """Whether an object is a module, or an attribute of one."""
         try:
             return holder_of(self._model, watched.path, self._loss) is watched.original
-        except AttributeError:
+        except (AttributeError, LookupError):
             return False
 
     def _take_registered(self, watched: Watched, kind: str, name: str, line: str, written: dict[str, Any]) -> None:
@@ -449,13 +457,21 @@ class Recorder:
                 del table[name]
                 fleeting.discard(name)
             return
+        if now is None and isinstance(before, torch.Tensor) and name not in watched.reads:
+            table[name] = before
+            written[label] = now
+            self.written[label] = Written(vars(watched.original), name, now, fills=False)
+            return
         if not isinstance(now, torch.Tensor) or not isinstance(before, torch.Tensor):
-            raise refusal(
+            sets = refusal(
                 f"a call sets the buffer {label} from {shown(before)} to {shown(now)}",
                 line,
                 "register it in __init__, as a tensor of its final shape, and update its values; or call the plain "
                 "model once before compile(), if only a first call does",
             )
+            self._note_change(watched, name, line, before, now, sets)
+            table[name] = before
+            return
         if now.shape != before.shape or now.dtype != before.dtype:
             replaces = refusal(
                 f"a call replaces the buffer {label}, {tuple(before.shape)} {before.dtype}, by one of "

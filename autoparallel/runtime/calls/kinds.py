@@ -318,7 +318,7 @@ class Kinds:
         key = search.key
         before = [kind.runner.captured for k in {key, replace(key, sizes=None)} for kind in self._kinds.get(k, ())]
         for label, line in captured.pinned.items():
-            if before and all(label in x.pinned for x in before):
+            if len(before) >= _MOST_VALUES and all(label in x.pinned for x in before):
                 what = f"every call changes {label}, a number, and fixes what it computes by it"
                 cure = "make it a registered buffer (self.n += 1 works on a tensor), and take torch's functions of it"
                 raise refusal(what, line, f"{cure} (torch.cos), or pass it in")

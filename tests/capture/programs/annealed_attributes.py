@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.capture.programs.changing_attributes import over_lengths
 from tests.capture.programs.inplace import Two
+from tests.capture.programs.loops import finish
 from tests.capture.registry import loop, program
-from tests.capture.runner import Run
+from tests.capture.runner import Run, numbers, sgd
 
 
 class Tempered(Two):
@@ -109,6 +112,37 @@ def phases_by_name(run: Run) -> None:
     over_lengths(run, Phased(), (6,) * 5)
 
 
+class Phase(enum.Enum):
+    WARM = 1
+    MAIN = 2
+
+
+@loop(ranks=True)
+def phases_of_an_enum(run: Run) -> None:
+    """What is set is no number and no string, and some of it is returned."""
+
+    class Phased(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phase, self.calls, self.dtype = Phase.WARM, 0, torch.float32
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Phase, dict[str, Any]]:
+            self.calls += 1
+            self.dtype, self.forms = x.dtype, [x.device.type, (torch.strided, 1j)]
+            self.phase = Phase.WARM if self.calls < 3 else Phase.MAIN
+            out = self.a(x) if self.phase is Phase.WARM else self.b(x)
+            return out, self.phase, {"dtype": x.dtype, "calls": self.calls}
+
+    model = run.compile(Phased().double())
+    optimizer = sgd(model)
+    for step in range(5):
+        outputs = model(numbers(4, 8, seed=step))
+        run.note("outputs", outputs)
+        outputs[0].square().mean().backward()
+        finish(run, model, optimizer)
+        run.note_state(model)
+
+
 @loop(refused="outside of forward")
 def names_without_end(run: Run) -> None:
     class Named(Two):
@@ -180,6 +214,90 @@ def counts_in_an_object_within_an_object(run: Run) -> None:
             return self.b(self.a(x)) * self.settings.schedule.step / self.settings.other.step
 
     over_lengths(run, Counting(), (6,) * 5)
+
+
+class Rising(Schedule):
+    value = 0.0
+
+    def tick(self) -> float:
+        self.step += 1
+        self.value = min(1.0, self.step / 4)
+        return self.value
+
+
+@loop(ranks=True)
+def counts_of_objects_in_lists_and_dicts(run: Run) -> None:
+    class Scheduled(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.schedules = [Rising(), {"beta": Rising(), "gamma": (Rising(),)}]
+
+        def forward(self, x: Tensor) -> Tensor:
+            alpha, others = self.schedules
+            h = self.a(x) * alpha.tick() + others["beta"].tick()
+            others["gamma"][0].step += 2
+            return self.b(h) * others["gamma"][0].step
+
+    over_lengths(run, Scheduled(), (6,) * 6)
+
+
+@loop(ranks=True)
+def state_that_is_emptied(run: Run) -> None:
+    """What one call keeps, the next one uses up."""
+
+    class Emptying(Two):
+        last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            if self.last is None:
+                self.last = h.detach().mean((0, 1))
+                return self.b(h)
+            out = self.b(h + self.last)
+            self.last = None
+            return out
+
+    over_lengths(run, Emptying(), (6,) * 7)
+
+
+@loop(ranks=True)
+def table_of_evaluation(run: Run) -> None:
+    """Training empties it, and says so, also where it is empty already."""
+
+    class Caching(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table: Tensor | None = None
+            self.mode, self.sizes = "training", [0, 0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.table, self.mode, self.sizes = None, "training", [0, 0]
+                return self.b(self.a(x))
+            if self.table is None:
+                self.table = self.b.weight.detach() @ self.a.weight.detach()
+            self.mode, self.sizes = "evaluation", [1, 2]
+            return x @ self.table.T
+
+    over_lengths(run, Caching(), (6,) * 7)
+
+
+@loop(ranks=True)
+def turns_of_layers(run: Run) -> None:
+    """A number with a few values, beside one that counts as it does at first."""
+
+    class Turns(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in [self.a, self.b, self.a][: self.turn + 1]:
+                x = layer(x).tanh()
+            self.turn, self.calls = (self.turn + 1) % 3, self.calls + 1
+            return self.b(x)
+
+    over_lengths(run, Turns(), (6,) * 8)
 
 
 @program(ranks=True)

@@ -403,7 +403,7 @@ def as_often_as_called(run: Run) -> None:
                 x = self.a(x).tanh()
             return self.b(x)
 
-    over_lengths(run, Repeating(), (6,) * 4)
+    over_lengths(run, Repeating(), (6,) * 11)
 
 
 @loop(ranks=True)
@@ -436,7 +436,7 @@ def weighs_by_a_cosine(run: Run) -> None:
             self.calls += 1
             return self.b(self.a(x)) * math.cos(math.pi * self.calls / 8)  # refused
 
-    over_lengths(run, Cosine(), (6,) * 4)
+    over_lengths(run, Cosine(), (6,) * 11)
 
 
 @loop(refused="each time")
