@@ -35,7 +35,6 @@ from autoparallel.capture.python.containers import (
     holds_the_same,
     is_remade,
     is_same,
-    leaves_of,
     objects_held,
     refill,
 )
@@ -53,7 +52,6 @@ from autoparallel.graph.python_state import (
     PythonState,
     freeze,
     is_data,
-    is_plain,
     shown,
     slots_of,
 )
@@ -346,9 +344,7 @@ class Recorder:
                     return
         now = table.get(name, MISSING)
         if is_remade(self._twin(before), now):
-            if name not in watched.reads and self._sets_again(watched, name, before, now):
-                written[label] = now
-                self.written[label] = Written(vars(watched.original), name, now, fills=False)
+            watched.reads |= {name} - INTERNAL  # a call of another kind may set something else
             self._put_back(watched, name, before)
             return
         if now is MISSING:
@@ -373,17 +369,12 @@ class Recorder:
         self.written[label] = Written(vars(watched.original), name, now, name in watched.reads)
         self._put_back(watched, name, before)
 
-    def _sets_again(self, watched: Watched, name: str, before: Any, now: Any) -> bool:
-        """Whether a call sets what is there already, which another kind of call may set to something else."""
-        is_new = is_plain(now) or now is not self._twin(before)
-        return is_new and name not in INTERNAL and all(map(is_plain, leaves_of(now))) and self._is_reached(watched)
-
     def _put_back(self, watched: Watched, name: str, before: Any) -> None:
         """Puts back what an attribute of the copy was."""
         if name in vars(watched.original):
             vars(watched.copy)[name] = self._twin(before)
         else:
-            del vars(watched.copy)[name]
+            vars(watched.copy).pop(name, None)  # the call may have deleted it itself
 
     def _note_change(
         self, watched: Watched, name: str, line: str, before: Any, now: Any, refused: CaptureError

@@ -282,6 +282,18 @@ def table_of_evaluation(run: Run) -> None:
     over_lengths(run, Caching(), (6,) * 7)
 
 
+@loop()
+def attribute_of_one_call(run: Run) -> None:
+    class Passing(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden = self.a(x)
+            out = self.b(self.hidden)
+            del self.hidden
+            return out
+
+    over_lengths(run, Passing(), (6,) * 3)
+
+
 @loop(ranks=True)
 def turns_of_layers(run: Run) -> None:
     """A number with a few values, beside one that counts as it does at first."""
