@@ -31,7 +31,8 @@ def send_through_host() -> None:
 
 
 def _through_host(operator: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(operator(x.cpu(), *args)).to(x.device)  # type: ignore[no-any-return]
+    result: Tensor = torch.ops._c10d_functional.wait_tensor(operator(x.cpu(), *args))
+    return result.to(x.device)
 
 
 _LIBRARY = torch.library.Library("_c10d_functional", "IMPL")
