@@ -4,9 +4,10 @@ In the order in which a model meets them:
 
 - a trace as ``torch.export`` leaves it: ``replace_random_operators``, ``expand_row_losses``, ``inline_gradient_modes``;
 - once it is decomposed: ``resolve_opaque_calls``, ``resolve_control_flow``;
-- what becomes a captured graph: ``canonicalize_operators`` (with ``settle_memory``, ``canonicalize_layers`` and
-  ``ungroup_experts``), ``unflatten_products``, ``raise_row_views``, ``interleave_projections``, ``mark_gradients``,
-  ``weigh_loss`` (which follows rows with ``follow_batch``), ``name_nodes``, ``mark_layers``;
+- what becomes a captured graph: ``defer_numbers``, ``canonicalize_operators`` (with ``settle_memory``,
+  ``canonicalize_layers`` and ``ungroup_experts``), ``unflatten_products``, ``raise_row_views``,
+  ``interleave_projections``, ``mark_gradients``, ``weigh_loss`` (which follows rows with ``follow_batch``),
+  ``name_nodes``, ``mark_layers``;
 - a captured graph: ``pad_vocabulary``, ``leave_out_layers``, ``mark_batch``, ``cut_stages``; ``adapt_captured`` says
   when; ``sort_calls``, where ranks have traced them in other orders;
 - what becomes a rank's program: ``set_device``, ``settle_interleaving``, ``specification``, ``insert_collectives``,

@@ -38,15 +38,18 @@ from autoparallel.graph.captured import (
     Constant,
     InputSpec,
     Leaf,
+    Number,
     NumberSpec,
     Size,
     SizeGuard,
     refusal,
 )
 from autoparallel.graph.lines import line_of
+from autoparallel.passes.defer_numbers import defer_numbers
 from autoparallel.passes.mark_gradients import Detached
 from autoparallel.passes.resolve_control_flow import price_masks
 from autoparallel.passes.runner import run_passes
+from autoparallel.rules.calls import is_tensor
 
 
 def describe(
@@ -78,13 +81,14 @@ def describe(
     module = graph_module(program.graph)
     graph = module.graph
     parameters, buffers, constants, inputs = _read_inputs(program, graph, owners, references)
+    arguments = [str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)]
+    defer_numbers(graph, arguments)
     nodes = {n.name: n for n in graph.nodes}
-    mutated, results, outputs = _read_outputs(program, nodes, owners, model)
+    mutated, results, outputs = _read_outputs(program, graph, owners, model)
     tensors = [(nodes[n], spec) for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec)]
     price_masks(graph, constants)
-    numbers = {str(inputs[i]): nodes[str(inputs[i])] for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)}
-    trace_findings.left_out.update(dict.fromkeys(require_static(graph, numbers)))
-    symbols = _symbols_of(numbers)
+    trace_findings.left_out.update(dict.fromkeys(require_static(graph, arguments)))
+    symbols = _symbols_of([nodes[name] for name in arguments])
     _require_sizes(outputs, symbols)
     require_dense_values(graph)
     require_positions(graph)
@@ -165,9 +169,9 @@ def _read_inputs(
     return parameters, buffers, constants, inputs
 
 
-def _symbols_of(numbers: Mapping[str, fx.Node]) -> dict[sympy.Symbol, str]:
-    """The placeholders of numbers that a call is given, by the symbols that stand for them in sizes."""
-    read = [(name, user.meta.get("val")) for name, node in numbers.items() for user in node.users]
+def _symbols_of(arguments: Sequence[fx.Node]) -> dict[sympy.Symbol, str]:
+    """The names of placeholders of numbers, by the symbols that stand for them in sizes."""
+    read = [(node.name, user.meta.get("val")) for node in arguments for user in node.users]
     return {x.node.expr: name for name, x in read if isinstance(x, torch.SymInt | torch.SymFloat)}
 
 
@@ -196,32 +200,33 @@ _KINDS: dict[type, type] = {SymIntArgument: int, SymFloatArgument: float, SymBoo
 
 
 def _read_outputs(
-    program: ExportedProgram, nodes: Mapping[str, fx.Node], owners: Mapping[str, str], model: nn.Module
+    program: ExportedProgram, graph: fx.Graph, owners: Mapping[str, str], model: nn.Module
 ) -> tuple[list[str], list[fx.Node], list[Leaf]]:
     """The mutated buffers of a trace, the nodes of their new values and of the outputs that are tensors, and the leaves
     of its outputs."""
     mutated: list[str] = []
     results: list[fx.Node] = []
     outputs: list[Leaf] = []
-    for out in program.graph_signature.output_specs:
+    nodes: Any = graph.output_node().args[0]
+    for out, node in zip(program.graph_signature.output_specs, nodes, strict=True):
         if out.kind == OutputKind.BUFFER_MUTATION:
             if not str(out.target).startswith("model."):
                 raise CaptureError(
                     f"the loss function changes its buffer {out.target} in place\nWhat to change: {IN_THE_MODEL}."
                 )
             mutated.append(owners[str(out.target).removeprefix("model.")])
-            results.append(nodes[out.arg.name])
+            results.append(node)
         elif out.kind == OutputKind.USER_OUTPUT:
             if isinstance(out.arg, ConstantArgument):
                 outputs.append(Constant(out.arg.value))
-            elif (kind := _KINDS.get(type(out.arg))) is not None:
-                size = nodes[out.arg.name].meta["val"]
+            elif (kind := _KINDS.get(type(out.arg))) is not None and not is_tensor(node):
+                size = node.meta["val"]
                 outputs.append(Constant(size) if isinstance(size, kind) else Size(size.node.expr, kind))
             else:
-                outputs.append(len(results))
-                results.append(nodes[out.arg.name])
+                outputs.append(len(results) if kind is None else Number(len(results), kind))
+                results.append(node)
         else:
-            raise refused_mutation(str(out.target), nodes[out.arg.name], model)
+            raise refused_mutation(str(out.target), node, model)
     return mutated, results, outputs
 
 

@@ -88,7 +88,15 @@ class Size:
     kind: type = int
 
 
-Leaf = int | Constant | Size
+@dataclass(frozen=True)
+class Number:
+    """A leaf of the output that is the value of a tensor of no dims, by its index among the graph's outputs."""
+
+    index: int
+    kind: type
+
+
+Leaf = int | Constant | Size | Number
 """One leaf of the output; a tensor as its index among the graph's outputs."""
 
 
@@ -96,6 +104,9 @@ def leaf_value(leaf: Leaf, results: Sequence[Any], sizes: Mapping[Any, int | flo
     """One leaf of a call's output, from the graph's outputs and the values of the traced symbols."""
     if isinstance(leaf, Constant):
         return leaf.value
+    if isinstance(leaf, Number):
+        value = results[leaf.index]
+        return leaf.kind(value) if isinstance(value, torch.Tensor) else value  # what a call does not keep says so
     return leaf.kind(leaf.expression.subs(sizes)) if isinstance(leaf, Size) else results[leaf]
 
 
@@ -319,6 +330,12 @@ class Captured:
             if self.buffers.get(name) in changed
             if any(user.meta.get("backward") for user in node.users)
         )
+
+    @property
+    def output_indices(self) -> set[int]:
+        """Which of the graph's outputs a call returns, as tensors or as their values."""
+        leaves = [leaf.index if isinstance(leaf, Number) else leaf for leaf in self.outputs]
+        return {leaf for leaf in leaves if isinstance(leaf, int)}
 
     @property
     def returns_sizes(self) -> bool:

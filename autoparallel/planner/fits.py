@@ -147,7 +147,7 @@ def unable(captured: Captured, call: Call) -> str:
 
 def returns_loss_alone(captured: Captured, outputs: str) -> bool:
     """Whether microbatches keep all that a model returns; ``outputs`` as ``compile()`` takes it."""
-    return outputs == "gather" or {o for o in captured.outputs if isinstance(o, int)} <= {captured.objective}
+    return outputs == "gather" or captured.output_indices <= {captured.objective}
 
 
 def differing(captured: Captured, call: Call, count: int) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autoparallel.graph.captured import Captured, Constant
+from autoparallel.graph.captured import Captured, leaf_value
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.operators import RandomState, draw_from
 from autoparallel.rules.calls import is_tensor
@@ -99,7 +99,7 @@ def run_recorded(
     names = [n.name for n in recorder.graph.nodes if n.op == "placeholder"]
     with torch.enable_grad(), draw_from(random):
         results: Any = recorder.run(*(arguments[name] for name in names))
-        leaves = [o.value if isinstance(o, Constant) else results[o] for o in captured.outputs]
+        leaves = [leaf_value(leaf, results, captured.actual) for leaf in captured.outputs]
         outputs = list(tensors_of(pytree.tree_unflatten(leaves, captured.output_spec)))
         loss, _ = loss_of(outputs, task)
         if loss is not None:

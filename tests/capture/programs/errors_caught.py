@@ -78,12 +78,12 @@ class WritesBehindAutogradOrGoesOn(Two):
         return self.b(h)
 
 
-@program(batch=signed, refused="keep it a tensor|outside of the model")
+@program(batch=signed)
 class RaisesItsOwnInstead(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
         try:
-            scale = h.max().item()  # refused
+            scale = h.max().item()
         except Exception:
             raise ValueError("there is no maximum") from None
         return self.b(h) * scale

@@ -1,0 +1,138 @@
+"""Numbers that Python reads of what a model computes, and only computes with, keeps or returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.capture.programs.changing_attributes import over_lengths
+from tests.capture.programs.inplace import Two
+from tests.capture.registry import loop, program
+from tests.capture.runner import Run, signed
+
+
+@program(batch=signed, ranks=True)
+class DividesByANorm(Two):
+    """It has no gradient, as in eager."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h / h.norm().item())
+
+
+@program(batch=signed, ranks=True)
+class KeepsNumbers(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = 0.0
+        self.metrics: dict[str, float] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.norm = h.norm().item()
+        self.metrics = {"share": (h > 0).double().mean().item(), "count": (h.argmax(-1) == 0).sum().item()}
+        return self.b(h)
+
+
+@program(batch=signed, ranks=True)
+class ReturnsNumbers(Two):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = self.b(self.a(x))
+        loss = h.square().mean()
+        count = (h > 0).sum().item()
+        return {
+            "loss": loss,
+            "item": loss.item(),
+            "twice": 2 * loss.item() + 1,
+            "count": count,
+            "share": count / h.numel(),
+        }
+
+
+@program(batch=signed, ranks=True)
+class ComputesWithNumbers(Two):
+    """As Python does: in float64, whole numbers as such, beside sizes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        most, count = h.abs().max().item(), (h > 0).sum().item()
+        h = h * (1 - most) + 3 / most - h**2 * most**2 + 2.0**most - abs(-most)
+        h = h * (count + 1) / x.shape[0] - (most - h) / count
+        return self.b(h) * max(most, 1e-3)
+
+
+@program(batch=signed, ranks=True)
+class TakesNumbersEverywhere(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        most, count = h.abs().max().item(), (h > 0).sum().item()
+        h = h.clamp(max=most / 2).clamp_min(-most / 3) + torch.where(h > most / 4, h, most)
+        h = h.masked_fill(h < 0, most) + torch.full((8,), most) * torch.tensor(most) + torch.lerp(h, h * 2, most)
+        return self.b(h + (h > most) * count + count * torch.arange(8))
+
+
+@program(batch=signed, ranks=True)
+class OfOneElement(Two):
+    """A number of a tensor that has dims."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h * h.mean(0, keepdim=True).mean(1, keepdim=True).item() * h.sum().view(1).item())
+
+
+@program(batch=signed, ranks=True)
+class InHalfPrecision(Two):
+    """What is cast keeps its dtype beside a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        half = torch.ones(8, dtype=torch.bfloat16) * h.square().mean().sigmoid().item()
+        return self.b(h * half.double() + (torch.ones((), dtype=torch.float32) * half.mean().item()).double())
+
+
+@loop(ranks=True)
+def average_of_numbers(run: Run) -> None:
+    """What a call reads of a tensor is carried to the next."""
+
+    class Averaging(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.average = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            self.average = 0.9 * self.average + 0.1 * h.abs().mean().item()
+            return self.b(h) * (1 + self.average)
+
+    over_lengths(run, Averaging(), (6,) * 6)
+
+
+@program(batch=signed, refused="keep it a tensor")
+class CutsByANumber(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        count = (h > 0).sum().item()  # refused
+        return self.b(h)[:, : count % 4]
+
+
+@program(batch=signed, refused="torch.where")
+class ChoosesByANumber(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h) if h.norm().item() > 3 else self.b(h) * 2  # refused
+
+
+@program(batch=signed)
+class OfAnEncoder(nn.Module):
+    """A cross entropy over its own value, for a focal loss that is weighed by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.head(x), torch.zeros(x.shape[0], dtype=torch.int64))
+        return loss * (1 - 2.718281828 ** -loss.item())
