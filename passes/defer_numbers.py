@@ -23,7 +23,7 @@ After:
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -45,10 +45,18 @@ _OF_PYTHON: dict[Any, Any] = {
 }  # fmt: skip
 """What computes of tensors what Python computes of numbers."""
 
+_FILLING: dict[Any, Callable[..., Any]] = {
+    aten.full.default: lambda emit, size, _: size,
+    aten.new_full.default: lambda emit, x, size, _: size,
+    aten.full_like.default: lambda emit, x, _: emit.sizes(x),
+    aten.scalar_tensor.default: lambda emit, _: [],
+}
+"""The shape of what a call fills with the last of its arguments."""
+
 
 def defer_numbers(graph: fx.Graph, arguments: Collection[str]) -> None:
     """Rewrites the graph, but for what is read of ``arguments``, the placeholders of numbers that the call is given."""
-    tensors: dict[fx.Node, fx.Node] = {}
+    tensors = _Tensors()
     for node in list(graph.nodes):
         if node.target in _READ and node.args[0].name not in arguments and _may_wait(node):
             tensors[node] = _value(Emitter(node), node.args[0])
@@ -57,9 +65,9 @@ def defer_numbers(graph: fx.Graph, arguments: Collection[str]) -> None:
                 for number in numbers:
                     node.replace_input_with(number, tensors[number])
             elif node.target in _OF_PYTHON:
-                tensors[node] = _compute(Emitter(node), node, tensors)
+                tensors.compute(Emitter(node))
             elif node.target not in _CHECKS:
-                _take(Emitter(node), node, tensors)
+                tensors.give(Emitter(node))
     for node in reversed(tensors):
         if not node.users:
             graph.erase_node(node)
@@ -76,26 +84,30 @@ def _takes(call: fx.Node, number: fx.Node) -> bool:
     """Whether a call can be made with a tensor for a number."""
     if call.target in _OF_PYTHON:
         return _may_wait(call)
-    return is_tensor(call) and _tensor_form(call, number) is not None
+    if call.target in _FILLING:
+        return call.args[-1] is number
+    return is_tensor(call) and _tensor_form(call) is not None
 
 
-def _tensor_form(call: fx.Node, number: fx.Node) -> Any:
-    """The form of an operator that takes a tensor where a call has a number; None where it has none."""
-    if call.target in (aten.full.default, aten.scalar_tensor.default):
-        return call.target if call.args[-1] is number else None
-    others = pytree.tree_leaves(([x for x in call.args if x is not number], call.kwargs))
-    if not isinstance(call.target, torch._ops.OpOverload) or any(x is number for x in others):
+def _tensor_form(call: fx.Node) -> Any:
+    """The form of an operator that takes tensors where a call has numbers; None where it has none."""
+    inside = pytree.tree_leaves(([x for x in call.args if not isinstance(x, fx.Node)], call.kwargs))
+    if not isinstance(call.target, torch._ops.OpOverload) or any(map(_is_number, inside)):
         return None
     before = call.target._schema.arguments
     for name in (call.target._overloadname, "Tensor", "Tensor_Tensor", "self"):
         form = getattr(call.target.overloadpacket, name, None)
         after = [] if form is None else form._schema.arguments
         if [x.name for x in before] == [x.name for x in after] and all(
-            argument is None or _takes_tensor(new) == (_takes_tensor(old) or argument is number)
+            argument is None or _takes_tensor(new) == (_takes_tensor(old) or _is_number(argument))
             for old, new, argument in zip(before, after, call.args, strict=False)
         ):
             return form
     return None
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.SymFloat | torch.SymInt)
 
 
 def _takes_tensor(parameter: Any) -> bool:
@@ -109,36 +121,42 @@ def _value(emit: Emitter, x: fx.Node) -> fx.Node:
     return _cast(emit, emit(aten.detach.default, flat), dtype)
 
 
-def _compute(emit: Emitter, node: fx.Node, tensors: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """What Python computes of numbers, of tensors."""
-    whole = isinstance(node.meta["val"], torch.SymInt) and node.target is not operator.truediv
-    dtype = torch.int64 if whole else torch.float64
-    device = next(emit.value(tensors[x]).device for x in node.all_input_nodes if x in tensors)
+class _Tensors(dict[fx.Node, fx.Node]):
+    """The tensors that stand for numbers, by what made these."""
 
-    def operand(x: Any) -> fx.Node:
-        tensor = tensors.get(x) if isinstance(x, fx.Node) else None
-        return _cast(emit, tensor, dtype) if tensor else emit(aten.full.default, [], x, dtype=dtype, device=device)
+    def of(self, emit: Emitter, x: Any, dtype: torch.dtype) -> fx.Node:
+        """The tensor of a number: one of these, or one that is filled with a constant or a size."""
+        if x in self:
+            return _cast(emit, self[x], dtype)
+        device = next(emit.value(self[y]).device for y in emit.node.all_input_nodes if y in self)
+        return emit(aten.full.default, [], x, dtype=dtype, device=device)
 
-    return emit(_OF_PYTHON[node.target], *map(operand, node.args))
+    def compute(self, emit: Emitter) -> None:
+        """What Python computes of numbers, of tensors."""
+        node = emit.node
+        whole = isinstance(node.meta["val"], torch.SymInt) and node.target is not operator.truediv
+        operands = [self.of(emit, x, torch.int64 if whole else torch.float64) for x in node.args]
+        self[node] = emit(_OF_PYTHON[node.target], *operands)
 
+    def give(self, emit: Emitter) -> None:
+        """Has an operator take tensors of no dims for its numbers, with a result of the same dtype."""
+        node = emit.node
+        if node.target in _FILLING:
+            value, sizes = self[node.all_input_nodes[-1]], _FILLING[node.target](emit, *node.args)
+            result = emit(aten.clone.default, emit(aten.expand.default, value, sizes)) if sizes else value
+        else:
+            result = emit(_tensor_form(node), *(self._operand(emit, x) for x in node.args), **node.kwargs)
+        node.replace_all_uses_with(_cast(emit, result, emit.value(node).dtype))
+        node.graph.erase_node(node)
 
-def _take(emit: Emitter, node: fx.Node, tensors: Mapping[fx.Node, fx.Node]) -> None:
-    """Has an operator take a tensor of no dims for its number, with a result of the same dtype."""
-    (number,) = {x for x in node.all_input_nodes if x in tensors}
-    form, value = _tensor_form(node, number), tensors[number]
-    if form is aten.full.default:
-        result = emit(aten.clone.default, emit(aten.expand.default, value, node.args[0]))
-    elif form is aten.scalar_tensor.default:
-        result = value
-    else:
-        operands = [emit.value(x) for x in node.args if isinstance(x, fx.Node) and is_tensor(x)]
-        dtype = torch.result_type(operands[0], 1.0 if isinstance(number.meta["val"], torch.SymFloat) else 1)
+    def _operand(self, emit: Emitter, x: Any) -> Any:
+        if not _is_number(x):
+            return x
+        others = [emit.value(y) for y in emit.node.args if isinstance(y, fx.Node) and is_tensor(y)]
+        kind, exact = (1.0, torch.float64) if isinstance(x.meta["val"], torch.SymFloat) else (1, torch.int64)
+        dtype = torch.result_type(others[0], kind)
         # Beside a number, half precision is computed in more; so it is beside a tensor of no dims, if it has dims.
-        if dtype.itemsize > 2 or not any(x.ndim for x in operands):
-            value = _cast(emit, value, dtype)
-        result = emit(form, *(value if x is number else x for x in node.args), **node.kwargs)
-    node.replace_all_uses_with(_cast(emit, result, emit.value(node).dtype))
-    node.graph.erase_node(node)
+        return self.of(emit, x, exact if dtype.itemsize == 2 and any(y.ndim for y in others) else dtype)
 
 
 def _cast(emit: Emitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:

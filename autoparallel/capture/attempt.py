@@ -63,6 +63,7 @@ from autoparallel.graph.lines import first_line, line_of
 from autoparallel.graph.python_state import PythonState
 from autoparallel.operators.control_flow import goes_by_values, is_selection
 from autoparallel.operators.opaque import OpaqueCall
+from autoparallel.passes.defer_numbers import defer_numbers
 from autoparallel.passes.recompute_layers import checkpointed_layers
 from autoparallel.passes.replace_random_operators import Draws
 from autoparallel.passes.runner import run_passes
@@ -390,6 +391,8 @@ def _export(wrapper: Training, inputs: FakeInputs, trace: Trace) -> Way:
                 _name_outputs(program)
                 literals = literals_of(program)
                 program = make_functional(program)
+                defer_numbers(program.graph, inputs.number_names(program))
+                _name_outputs(program)
                 return Way(program, wrapper.findings, wrapper.recorder, trace, findings[Draws].count, literals)
     except CaptureError:
         raise

@@ -45,7 +45,6 @@ from autoparallel.graph.captured import (
     refusal,
 )
 from autoparallel.graph.lines import line_of
-from autoparallel.passes.defer_numbers import defer_numbers
 from autoparallel.passes.mark_gradients import Detached
 from autoparallel.passes.resolve_control_flow import price_masks
 from autoparallel.passes.runner import run_passes
@@ -82,7 +81,6 @@ def describe(
     graph = module.graph
     parameters, buffers, constants, inputs = _read_inputs(program, graph, owners, references)
     arguments = [str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)]
-    defer_numbers(graph, arguments)
     nodes = {n.name: n for n in graph.nodes}
     mutated, results, outputs = _read_outputs(program, graph, owners, model)
     tensors = [(nodes[n], spec) for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec)]

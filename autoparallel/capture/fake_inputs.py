@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.export import Dim, ShapesCollection
+from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from autoparallel.graph.captured import InputSpec, NumberSpec
@@ -64,6 +65,11 @@ class FakeInputs:
         self.numbers = [i for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)]
         self.twins = [(i, s.twin) for i, s in enumerate(specs) if isinstance(s, InputSpec) and s.twin is not None]
         self.alike = _alike(specs)
+
+    def number_names(self, program: ExportedProgram) -> list[str]:
+        """The placeholders of a trace that stand for Python's numbers."""
+        names = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT]
+        return [names[i] for i in self.numbers]
 
 
 def _shapes_of(arguments: tuple[Any, ...], leaves: Sequence[Any], dynamic: Sequence[dict[int, Any] | None]) -> Any:

@@ -136,6 +136,11 @@ _SYMPTOMS = (
         "an array of numpy is changed that shares a tensor's memory",
         kind="ValueError",
     ),
+    _Symptom(
+        "Unknown symbol zuf",
+        "write n * n instead of n ** 2, or take the power of the tensor",
+        "a power is taken of a number that is read of a tensor, which torch traces from 2.13 on",
+    ),
     _Symptom(r"\.item\(\)", "a tensor's value is read into Python: keep it a tensor"),
     _Symptom(
         "functorch tensor|Expected FakeTensor",  # the latter of torch 2.11, of torch.func.jvp

@@ -59,9 +59,16 @@ class ComputesWithNumbers(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
         most, count = h.abs().max().item(), (h > 0).sum().item()
-        h = h * (1 - most) + 3 / most - h**2 * most**2 + 2.0**most - abs(-most)
+        h = h * (1 - most) + 3 / most + 2.0**most - abs(-most)
         h = h * (count + 1) / x.shape[0] - (most - h) / count
         return self.b(h) * max(most, 1e-3)
+
+
+@program(batch=signed, refused=None if torch.__version__ >= "2.13" else "write n [*] n", line=False)
+class SquaresANumber(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h) * h.norm().item() ** 2
 
 
 @program(batch=signed, ranks=True)
@@ -71,7 +78,38 @@ class TakesNumbersEverywhere(Two):
         most, count = h.abs().max().item(), (h > 0).sum().item()
         h = h.clamp(max=most / 2).clamp_min(-most / 3) + torch.where(h > most / 4, h, most)
         h = h.masked_fill(h < 0, most) + torch.full((8,), most) * torch.tensor(most) + torch.lerp(h, h * 2, most)
+        h = h.clamp(-most, count) + torch.full_like(h, most) * h.new_full((8,), count) * torch.tensor([most] * 8)
         return self.b(h + (h > most) * count + count * torch.arange(8))
+
+
+@program(batch=signed, ranks=True)
+class WritesNumbers(Two):
+    """What is read before a write is what stood there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        before, calls = self.scale.item(), self.calls.item()
+        self.scale.mul_(0.9).add_(0.1 * h.norm().item())
+        self.calls += 1
+        h[:, 0] += before
+        h[:, 1] = calls
+        h.mul_(h.mean().item())
+        return self.b(h)
+
+
+@program(batch=signed, ranks=True)
+class OnOneWay(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        norm = h.norm().item()
+        if (h > 1).any():
+            h = h / norm * h.std().item()
+        return self.b(h)
 
 
 @program(batch=signed, ranks=True)
@@ -116,6 +154,16 @@ class CutsByANumber(Two):
         h = self.a(x)
         count = (h > 0).sum().item()  # refused
         return self.b(h)[:, : count % 4]
+
+
+@program(batch=signed, refused="ask the tensor")
+class AsksForNaN(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        norm = h.norm().item()
+        if norm != norm:  # refused
+            raise ValueError("NaN")
+        return self.b(h) / norm
 
 
 @program(batch=signed, refused="torch.where")
