@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -106,7 +106,7 @@ def _tensor_form(call: fx.Node) -> Any:
     return None
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: Any) -> TypeGuard[fx.Node]:
     return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.SymFloat | torch.SymInt)
 
 
@@ -116,48 +116,55 @@ def _takes_tensor(parameter: Any) -> bool:
 
 def _value(emit: Emitter, x: fx.Node) -> fx.Node:
     """What is read of a tensor, as exact as a number of Python's."""
-    dtype = torch.float64 if emit.value(x).is_floating_point() else torch.int64
-    flat = emit(aten.reshape.default, x, []) if emit.value(x).ndim else x
-    return _cast(emit, emit(aten.detach.default, flat), dtype)
+    value = emit.value(x)
+    flat = emit(aten.reshape.default, x, []) if value.ndim else x
+    dtype = torch.float64 if value.is_floating_point() else torch.int64
+    return _cast(emit, emit(aten.detach.default, flat), dtype, value.device)
 
 
 class _Tensors(dict[fx.Node, fx.Node]):
     """The tensors that stand for numbers, by what made these."""
 
-    def of(self, emit: Emitter, x: Any, dtype: torch.dtype) -> fx.Node:
-        """The tensor of a number: one of these, or one that is filled with a constant or a size."""
-        if x in self:
-            return _cast(emit, self[x], dtype)
-        device = next(emit.value(self[y]).device for y in emit.node.all_input_nodes if y in self)
-        return emit(aten.full.default, [], x, dtype=dtype, device=device)
-
     def compute(self, emit: Emitter) -> None:
         """What Python computes of numbers, of tensors."""
         node = emit.node
         whole = isinstance(node.meta["val"], torch.SymInt) and node.target is not operator.truediv
-        operands = [self.of(emit, x, torch.int64 if whole else torch.float64) for x in node.args]
+        device = next(emit.value(self[x]).device for x in node.all_input_nodes if x in self)
+        operands = [self._of(emit, x, torch.int64 if whole else torch.float64, device) for x in node.args]
         self[node] = emit(_OF_PYTHON[node.target], *operands)
 
     def give(self, emit: Emitter) -> None:
         """Has an operator take tensors of no dims for its numbers, with a result of the same dtype."""
         node = emit.node
+        like = emit.value(node)
         if node.target in _FILLING:
-            value, sizes = self[node.all_input_nodes[-1]], _FILLING[node.target](emit, *node.args)
+            value = _cast(emit, self[node.all_input_nodes[-1]], like.dtype, like.device)
+            sizes = _FILLING[node.target](emit, *node.args)
             result = emit(aten.clone.default, emit(aten.expand.default, value, sizes)) if sizes else value
         else:
-            result = emit(_tensor_form(node), *(self._operand(emit, x) for x in node.args), **node.kwargs)
-        node.replace_all_uses_with(_cast(emit, result, emit.value(node).dtype))
+            operands = [self._operand(emit, x) if _is_number(x) else x for x in node.args]
+            result = _cast(emit, emit(_tensor_form(node), *operands, **node.kwargs), like.dtype, like.device)
+        node.replace_all_uses_with(result)
         node.graph.erase_node(node)
 
-    def _operand(self, emit: Emitter, x: Any) -> Any:
-        if not _is_number(x):
-            return x
-        others = [emit.value(y) for y in emit.node.args if isinstance(y, fx.Node) and is_tensor(y)]
-        kind, exact = (1.0, torch.float64) if isinstance(x.meta["val"], torch.SymFloat) else (1, torch.int64)
-        dtype = torch.result_type(others[0], kind)
+    def _operand(self, emit: Emitter, number: fx.Node) -> fx.Node:
+        """What an operator takes for a number, beside tensors."""
+        tensors = [emit.value(x) for x in emit.node.args if isinstance(x, fx.Node) and is_tensor(x)]
+        kind, exact = (1.0, torch.float64) if isinstance(number.meta["val"], torch.SymFloat) else (1, torch.int64)
+        dtype = torch.result_type(tensors[0], kind)
         # Beside a number, half precision is computed in more; so it is beside a tensor of no dims, if it has dims.
-        return self.of(emit, x, exact if dtype.itemsize == 2 and any(y.ndim for y in others) else dtype)
+        in_more = dtype.itemsize == 2 and any(x.ndim for x in tensors)
+        return self._of(emit, number, exact if in_more else dtype, tensors[0].device)
+
+    def _of(self, emit: Emitter, number: Any, dtype: torch.dtype, device: torch.device) -> fx.Node:
+        """The tensor of a number: one of these, or one that is filled with a constant or a size."""
+        if number in self:
+            return _cast(emit, self[number], dtype, device)
+        return emit(aten.full.default, [], number, dtype=dtype, device=device)
 
 
-def _cast(emit: Emitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    return x if emit.value(x).dtype == dtype else emit(aten._to_copy.default, x, dtype=dtype)
+def _cast(emit: Emitter, x: fx.Node, dtype: torch.dtype, device: torch.device) -> fx.Node:
+    value = emit.value(x)
+    if value.device != device:
+        return emit(aten._to_copy.default, x, dtype=dtype, device=device)
+    return x if value.dtype == dtype else emit(aten._to_copy.default, x, dtype=dtype)

@@ -42,7 +42,7 @@ def test_before_and_after() -> None:
 def test_operators_take_tensors_for_numbers() -> None:
     text = show(captured(Filled(), torch.rand(8, 4)).module)
     assert "clamp_tensor = aten.clamp.Tensor(args_0, None, _to_copy_default_1)" in text
-    assert "expand_default = aten.expand(_to_copy_default_2, [4])" in text
+    assert "expand_default = aten.expand(_to_copy_default_3, [4])" in text
 
 
 def test_what_is_returned_is_a_number_again() -> None:
