@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autoparallel._torch.export import evaluator
 from autoparallel._torch.tensors import storage_mark
 from autoparallel.comm.groups import settle
 from autoparallel.comm.waiting import note_raised
@@ -159,5 +160,5 @@ def _weigh(captured: Captured, values: Sequence[Any], call: Call, window: Any) -
     if weight.output is not None:
         return Weight(values[weight.output].detach().double(), expected_count(call.specs, call.batch))
     size = weight.size
-    value = float(size if isinstance(size, int) else size.node.expr.subs(sizes_of(captured, call.specs)))
+    value = float(size if isinstance(size, int) else evaluator(size.node.expr)(sizes_of(captured, call.specs)))
     return Weight(value, value or 1.0)
