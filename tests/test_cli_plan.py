@@ -96,6 +96,7 @@ def test_planned_here_and_run_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "layers.0-1.0" in parsed.text and "dim 0 over tp" in parsed.text and "Memory of a device" in parsed.text
 
 
+@pytest.mark.wide
 def test_the_same_step_on_twice_and_four_times_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "--model", MODEL, "--hardware", "cpu", "--batch", "16", "--compare", "none"]
     assert main([*command, "--mesh", "dp=2,tp=2", "--doublings", "2"]) == 0

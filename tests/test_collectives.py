@@ -93,7 +93,7 @@ def _layouts(mesh: tuple[int, ...], shape: tuple[int, ...]) -> list[Layout]:
     return [x for x in itertools.product(PLACEMENTS, repeat=len(mesh)) if divides(shape, x, mesh)]
 
 
-@pytest.mark.wide_where(lambda first: first in [format_layout(x) for x in _layouts((2, 3), (6, 6))][1::2])
+@pytest.mark.wide_where(lambda first: first not in [format_layout(x) for x in _layouts((2, 3), (6, 6))][::4])
 @pytest.mark.parametrize("first", [format_layout(x) for x in _layouts((2, 3), (6, 6))])
 def test_every_pair_of_layouts_on_two_axes(first: str) -> None:
     mesh, shape = (2, 3), (6, 6)

@@ -83,6 +83,7 @@ def test_what_is_on_another_device_of_the_kind_is_refused_with_the_cure(monkeypa
     assert elsewhere(x, mesh) is None
 
 
+@pytest.mark.wide
 def test_processes_that_are_forked_after_an_import_may_use_cuda() -> None:
     code = (
         "import torch\n"

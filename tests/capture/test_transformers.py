@@ -218,6 +218,7 @@ def _speech(targets: Tensor) -> dict[str, Any]:
     return {"apart": max(apart), "masks": masks, "kinds": len(compiled._kinds)}
 
 
+@pytest.mark.wide
 def test_speech_is_aligned_to_labels_and_masked_at_random() -> None:
     """What is masked is drawn anew at every call, the same on all ranks."""
     targets = torch.randint(1, 20, (ROWS, 4), generator=torch.Generator().manual_seed(1))

@@ -85,7 +85,7 @@ MORE = [
 ]
 
 
-@pytest.mark.wide_where(lambda recipe: recipe.model not in ("mlp", "unet"))
+@pytest.mark.wide_where(lambda recipe: recipe.model != "unet")
 @pytest.mark.slow_where(lambda recipe: (recipe.model, recipe.schedule) == ("gpt", "zero_bubble_v"))
 @pytest.mark.parametrize("recipe", [*SAMPLE, *(pytest.param(r, marks=pytest.mark.slow) for r in MORE)], ids=str)
 def test_pipelines_compute_what_one_device_computes(recipe: Recipe) -> None:

@@ -103,7 +103,7 @@ class TestTaggedOperators:
         assert rule is not None and rule.linear == (frozenset({0, 1}),)
 
 
-@pytest.mark.wide_where(lambda family: family not in ("complexes", "indexing", "random"))
+@pytest.mark.wide_where(lambda family: family != "indexing")
 @pytest.mark.slow_where(lambda family: family in ("elementwise", "flex", "matmul"))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rules_of_a_family_are_proved(family: str, capsys: pytest.CaptureFixture[str]) -> None:

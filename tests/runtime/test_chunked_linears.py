@@ -93,7 +93,8 @@ def test_the_search_cuts_linear_layers_where_that_is_faster() -> None:
     assert _draft(replace(hidden, latency=1e-2)).linear_chunks == 1, "each collective has its latency"
 
 
-@pytest.mark.parametrize("chunks", [pytest.param(2, marks=pytest.mark.wide), 4])
+@pytest.mark.wide
+@pytest.mark.parametrize("chunks", [2, 4])
 def test_the_search_adds_up_what_chunks_hide(chunks: int) -> None:
     whole, cut = _draft(H100, 1), _draft(H100, chunks)
     assert whole.cost is not None and cut.cost is not None and cut.lower_bound == cut.cost

@@ -101,6 +101,7 @@ def _train(shape: tuple[int, ...], plan: str, stepped: bool) -> dict[str, float 
     return results
 
 
+@pytest.mark.wide_where(lambda stepped: not stepped)
 @pytest.mark.slow_where(lambda plan, stepped: plan == "tensor_parallel" and not stepped)
 @pytest.mark.parametrize("stepped", [False, True], ids=["new", "stepped before"])
 @pytest.mark.parametrize(

@@ -167,7 +167,8 @@ def _outputs_as_a_window_changes(kind: str) -> list[tuple[Tensor, Tensor]]:
     return [(out, _with_window(window, compiled, x)) for window, out in zip((3, 7), plain, strict=True)]
 
 
-@pytest.mark.parametrize("kind", ["cell", pytest.param("global", marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["cell", "global"])
 def test_what_a_function_reads_belongs_to_the_kind_of_call(kind: str) -> None:
     (pairs,) = run_distributed(_outputs_as_a_window_changes, kind, world_size=1)
     assert all(torch.equal(theirs, ours) for theirs, ours in pairs)

@@ -46,7 +46,7 @@ class Checked(nn.Module):
                 raise WrongRows(kind) from None
         if kind == "traced":
             try:
-                return x * x.sum().item()
+                return x * float(x.sum())
             except RuntimeError as error:
                 raise ValueError("traced") from error
         if kind == "values" and x.sum().item() > 3.0:
