@@ -39,7 +39,8 @@ _READ = (aten.item.default, aten._local_scalar_dense.default)
 _CHECKS = (aten._assert_scalar.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default)
 _OF_PYTHON: dict[Any, Any] = {
     operator.add: aten.add.Tensor, operator.sub: aten.sub.Tensor, operator.mul: aten.mul.Tensor,
-    operator.truediv: aten.div.Tensor, operator.pow: aten.pow.Tensor_Tensor, operator.neg: aten.neg.default,
+    operator.truediv: aten.div.Tensor, operator.floordiv: aten.floor_divide.default,
+    operator.mod: aten.remainder.Tensor, operator.pow: aten.pow.Tensor_Tensor, operator.neg: aten.neg.default,
     operator.abs: aten.abs.default, torch.sym_float: aten.alias.default, torch.sym_max: aten.maximum.default,
     torch.sym_min: aten.minimum.default,
 }  # fmt: skip

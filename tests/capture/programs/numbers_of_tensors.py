@@ -60,7 +60,7 @@ class ComputesWithNumbers(Two):
         h = self.a(x)
         most, count = h.abs().max().item(), (h > 0).sum().item()
         h = h * (1 - most) + 3 / most + 2.0**most - abs(-most)
-        h = h * (count + 1) / x.shape[0] - (most - h) / count
+        h = h * (count + 1) / x.shape[0] - (most - h) / count + (count // 3) * (count % 5) - most % 0.7
         return self.b(h) * max(most, 1e-3)
 
 
