@@ -187,8 +187,7 @@ def _in_float32(emit: Emitter, x: fx.Node) -> fx.Node:
 
 
 def _as(emit: Emitter, y: fx.Node, x: fx.Node) -> fx.Node:
-    dtype = x.meta["val"].dtype
-    return y if y.meta["val"].dtype == dtype else emit(aten._to_copy.default, y, dtype=dtype)
+    return emit.cast(y, emit.value(x).dtype)
 
 
 def _batch_norm_without_statistics(emit: Emitter, node: fx.Node) -> Any:

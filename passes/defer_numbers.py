@@ -31,11 +31,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel.passes.emitter import Emitter
-from autoparallel.rules.calls import is_tensor
+from autoparallel.rules.calls import READS, is_tensor
 
 aten = torch.ops.aten
 
-_READ = (aten.item.default, aten._local_scalar_dense.default)
 _CHECKS = (aten._assert_scalar.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default)
 _OF_PYTHON: dict[Any, Any] = {
     operator.add: aten.add.Tensor, operator.sub: aten.sub.Tensor, operator.mul: aten.mul.Tensor,
@@ -57,9 +56,9 @@ _FILLING: dict[Any, Callable[..., Any]] = {
 
 def defer_numbers(graph: fx.Graph, arguments: Collection[str]) -> None:
     """Rewrites the graph, but for what is read of ``arguments``, the placeholders of numbers that the call is given."""
-    tensors = _Tensors()
+    tensors, waiting = _Tensors(), _find_waiting(graph)
     for node in list(graph.nodes):
-        if node.target in _READ and node.args[0].name not in arguments and _may_wait(node):
+        if node in waiting and node.target in READS and node.args[0].name not in arguments:
             tensors[node] = _value(Emitter(node), node.args[0])
         elif numbers := [x for x in node.all_input_nodes if x in tensors]:
             if node.op == "output":
@@ -74,20 +73,26 @@ def defer_numbers(graph: fx.Graph, arguments: Collection[str]) -> None:
             graph.erase_node(node)
 
 
-def _may_wait(number: fx.Node) -> bool:
-    """Whether all that is made of a number can be made of a tensor."""
-    return isinstance(number.meta.get("val"), torch.SymFloat | torch.SymInt) and all(
-        user.op == "output" or user.target in _CHECKS or _takes(user, number) for user in number.users
-    )
+def _find_waiting(graph: fx.Graph) -> set[fx.Node]:
+    """The numbers of which all that is made can be made of tensors."""
+    waiting: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if _is_number(node) and all(_takes(user, node, waiting) for user in node.users):
+            waiting.add(node)
+    return waiting
 
 
-def _takes(call: fx.Node, number: fx.Node) -> bool:
-    """Whether a call can be made with a tensor for a number."""
+def _takes(call: fx.Node, number: fx.Node, waiting: Collection[fx.Node]) -> bool:
+    """Whether a call can be made with a tensor for a number.
+
+    Args:
+        waiting: the numbers behind it that can be tensors.
+    """
     if call.target in _OF_PYTHON:
-        return _may_wait(call)
+        return call in waiting
     if call.target in _FILLING:
         return call.args[-1] is number
-    return is_tensor(call) and _tensor_form(call) is not None
+    return call.op == "output" or call.target in _CHECKS or is_tensor(call) and _tensor_form(call) is not None
 
 
 def _tensor_form(call: fx.Node) -> Any:
@@ -120,7 +125,7 @@ def _value(emit: Emitter, x: fx.Node) -> fx.Node:
     value = emit.value(x)
     flat = emit(aten.reshape.default, x, []) if value.ndim else x
     dtype = torch.float64 if value.is_floating_point() else torch.int64
-    return _cast(emit, emit(aten.detach.default, flat), dtype, value.device)
+    return emit.cast(emit(aten.detach.default, flat), dtype)
 
 
 class _Tensors(dict[fx.Node, fx.Node]):
@@ -139,12 +144,12 @@ class _Tensors(dict[fx.Node, fx.Node]):
         node = emit.node
         like = emit.value(node)
         if node.target in _FILLING:
-            value = _cast(emit, self[node.all_input_nodes[-1]], like.dtype, like.device)
+            value = emit.cast(self[node.all_input_nodes[-1]], like.dtype, like.device)
             sizes = _FILLING[node.target](emit, *node.args)
             result = emit(aten.clone.default, emit(aten.expand.default, value, sizes)) if sizes else value
         else:
             operands = [self._operand(emit, x) if _is_number(x) else x for x in node.args]
-            result = _cast(emit, emit(_tensor_form(node), *operands, **node.kwargs), like.dtype, like.device)
+            result = emit.cast(emit(_tensor_form(node), *operands, **node.kwargs), like.dtype, like.device)
         node.replace_all_uses_with(result)
         node.graph.erase_node(node)
 
@@ -160,12 +165,5 @@ class _Tensors(dict[fx.Node, fx.Node]):
     def _of(self, emit: Emitter, number: Any, dtype: torch.dtype, device: torch.device) -> fx.Node:
         """The tensor of a number: one of these, or one that is filled with a constant or a size."""
         if number in self:
-            return _cast(emit, self[number], dtype, device)
+            return emit.cast(self[number], dtype, device)
         return emit(aten.full.default, [], number, dtype=dtype, device=device)
-
-
-def _cast(emit: Emitter, x: fx.Node, dtype: torch.dtype, device: torch.device) -> fx.Node:
-    value = emit.value(x)
-    if value.device != device:
-        return emit(aten._to_copy.default, x, dtype=dtype, device=device)
-    return x if value.dtype == dtype else emit(aten._to_copy.default, x, dtype=dtype)

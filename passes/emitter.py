@@ -41,6 +41,13 @@ class Emitter:
         """All global sizes of a tensor (see :meth:`size`)."""
         return [self.size(x, dim) for dim in range(len(shape_of(x)))]
 
+    def cast(self, x: fx.Node, dtype: torch.dtype, device: torch.device | None = None) -> fx.Node:
+        """A tensor in a dtype, and on a device; itself, where it is so already."""
+        value = self.value(x)
+        if device not in (None, value.device):
+            return self(torch.ops.aten._to_copy.default, x, dtype=dtype, device=device)
+        return x if value.dtype == dtype else self(torch.ops.aten._to_copy.default, x, dtype=dtype)
+
     def value(self, x: fx.Node) -> torch.Tensor:
         """The fake value of a tensor."""
         value: torch.Tensor = x.meta["val"]

@@ -44,8 +44,7 @@ def _copy(emit: Emitter, node: fx.Node) -> Any:
     x, source = node.args[:2]
     assert isinstance(x, fx.Node) and isinstance(source, fx.Node)
     value = node.meta["val"]
-    if source.meta["val"].dtype != value.dtype:
-        source = emit(aten._to_copy.default, source, dtype=value.dtype)
+    source = emit.cast(source, value.dtype)
     if tuple(map(_size, shape_of(source))) != tuple(map(_size, shape_of(x))):
         source = emit(aten.expand.default, source, emit.sizes(x))
     if not may_have_gradient(value) or not _may_be_trained(x):

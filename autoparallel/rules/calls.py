@@ -17,6 +17,9 @@ Shape = tuple[Any, ...]
 COPIES = (aten._to_copy.default, aten.clone.default, aten.alias.default)
 """Operators whose result is their operand, maybe rounded, and its gradient that of the result."""
 
+READS = (aten.item.default, aten._local_scalar_dense.default)
+"""What reads the number of a tensor into Python."""
+
 CASTS = (*COPIES, aten.to.dtype, aten.detach.default)
 """What makes the same of a tensor, in another dtype or other memory."""
 

@@ -35,7 +35,7 @@ from autoparallel.graph.layers import draw_of
 from autoparallel.graph.lines import marks_of
 from autoparallel.operators.control_flow import IF_ELSE, control_operator, take_apart, what_of
 from autoparallel.operators.opaque import CALL, HOOK
-from autoparallel.rules import operator_name
+from autoparallel.rules.calls import READS
 
 Pair = tuple[fx.Node, fx.Node]
 """What stands at one place in both ways: a node of the first and one of the second."""
@@ -294,7 +294,7 @@ class _Merged:
             raise self.refused("one runs an autograd.Function or a hook")
         if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
             raise self.refused("one runs an operator that runs graphs")
-        if operator_name(node.target) in ("aten._local_scalar_dense", "aten.item"):
+        if node.target in READS:
             raise self.refused("one reads a tensor's value into Python")
 
     def _join(self, ours: Sequence[fx.Node], theirs: Sequence[fx.Node], joints: Sequence[Pair]) -> dict[Pair, fx.Node]:

@@ -106,7 +106,7 @@ def objects_held(held: Iterable[tuple[str, Any]], objects: Container[int]) -> It
         if is_object:
             yield label, value
             places.extend((f"{label}.{name}", x) for name, x in vars(value).items())
-        elif is_container:
+        else:
             entries = value.items() if isinstance(value, dict) else enumerate(value)
             places.extend((f"{label}[{key!r}]", x) for key, x in entries if not is_plain(x) and _is_key(key))
 

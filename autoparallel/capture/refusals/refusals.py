@@ -20,7 +20,7 @@ from autoparallel.graph.lines import line_of
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.passes.settle_memory import STRIDED, relative_start
 from autoparallel.rules import operator_name
-from autoparallel.rules.calls import is_tensor, tensor_operands
+from autoparallel.rules.calls import READS, is_tensor, tensor_operands
 
 
 def require_static(graph: fx.Graph, numbers: Collection[str]) -> list[str]:
@@ -45,7 +45,7 @@ def require_static(graph: fx.Graph, numbers: Collection[str]) -> list[str]:
         unknown = [free_unbacked_symbols(v) for v in pytree.tree_leaves(value)]
         counted = _counts_values(node)
         if counted or any(symbols - (set() if isinstance(value, torch.Tensor) else allowed) for symbols in unknown):
-            if operator_name(node.target) in ("aten._local_scalar_dense", "aten.item"):
+            if node.target in READS:
                 cure = "keep it a tensor (no .item()), or compute it outside of the model and pass it in"
                 raise refusal("a tensor's value is read into Python", line_of(node), cure)
             raise refusal("a size depends on a tensor's values", line_of(node), KEEP_ALL_ROWS)
