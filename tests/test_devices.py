@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from autoparallel._torch.export import computing_on, make_fake_mode
 from autoparallel.comm.groups import bind, communicator_of
-from autoparallel.comm.world import elsewhere
+from autoparallel.comm.world import elsewhere, from_host
 from autoparallel.runtime.parameters.state import require_on_device
 from benchmarks import gpu_parity
 from tests.distributed import run_distributed
@@ -81,6 +82,24 @@ def test_what_is_on_another_device_of_the_kind_is_refused_with_the_cure(monkeypa
         require_on_device(model, mesh)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert elsewhere(x, mesh) is None
+
+
+def test_inputs_are_moved_from_the_host_to_the_device() -> None:
+    mesh: Any = type("OnMeta", (), {"device_type": "meta"})
+    x = torch.zeros(3, requires_grad=True)
+    moved = from_host(x, mesh)
+    assert moved.is_meta and moved.requires_grad and from_host(moved, mesh) is moved
+    mesh.device_type = "cpu"
+    assert from_host(x, mesh) is x
+
+
+def test_what_is_traced_on_a_device_may_meet_what_is_made_on_the_cpu() -> None:
+    with make_fake_mode(), torch.no_grad():
+        on_device, made = torch.empty(2, 3, device="cuda"), torch.ones(2, 3)
+        with pytest.raises(RuntimeError, match=r"same device|found at least two devices"):
+            on_device + made
+        with computing_on("cuda"):
+            assert (made + on_device).device.type == (on_device * made).device.type == "cuda"
 
 
 @pytest.mark.wide

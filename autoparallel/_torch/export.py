@@ -185,6 +185,12 @@ def make_fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
+def computing_on(kind: str) -> AbstractContextManager[Any]:
+    """Inside, fake tensors of the CPU and of this kind of device may be operands of one operator, whose result is on
+    this kind."""
+    return torch._functorch.config.patch(fake_tensor_prefer_device_type=None if kind == "cpu" else kind)
+
+
 def python_of(script: Any) -> Callable[..., Any]:
     """The Python that a function of TorchScript was made of, where torch knows it, as it does while it exports."""
     return getattr(script, "_torchdynamo_inline", None) or script

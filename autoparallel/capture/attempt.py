@@ -5,7 +5,8 @@ brought into the few canonical operators that rules speak of, and described.
 
 [Note: devices] The fakes are on the kind of device that the model will run on: Python asks for it (``x.is_cuda``), and
 autocast casts by it.  The graph that is captured speaks of CPUs, wherever it was traced, so that what is planned on one
-machine is the same on another; ``passes.set_device`` says where a program runs.
+machine is the same on another; ``passes.set_device`` says where a program runs.  What a model makes on the CPU is then
+there, too, so that it may meet what is on the device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.export import ExportedProgram, export
 from torch.export.graph_signature import ConstantArgument
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch.export import complete_users, has_unknown_sizes, make_fake_mode
+from autoparallel._torch.export import complete_users, computing_on, has_unknown_sizes, make_fake_mode
 from autoparallel._torch.nn import parametrizations_made_anew, without_trackers
 from autoparallel.capture.copies import Copies
 from autoparallel.capture.describe import describe
@@ -284,7 +285,7 @@ class Attempt:
         torch.set_grad_enabled(self.gradients)
         cast = torch.autocast(self.device, self.autocast, enabled=self.autocast is not None)
         try:
-            with only_the_users(), parametrizations_made_anew(), without_trackers(), cast:
+            with only_the_users(), parametrizations_made_anew(), without_trackers(), cast, computing_on(self.device):
                 captured = self._capture()
         finally:
             self.reads_values |= has_unknown_sizes(self.mode) or any(run.reads_values for run in self.rehearsals)

@@ -114,6 +114,12 @@ def elsewhere(tensor: torch.Tensor, mesh: DeviceMesh, moved: str = "it") -> str 
     )
 
 
+def from_host(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A tensor in the host's memory on the device that this process computes on, as DDP and ``fully_shard`` move those
+    that a model is given; any other as it is."""
+    return tensor.to(mesh.device_type) if tensor.is_cpu and mesh.device_type != "cpu" else tensor
+
+
 def make_mesh(device: str, axes: Axes) -> DeviceMesh:
     """A mesh of these axes over all ranks."""
     return init_device_mesh(device, tuple(n for _, n in axes), mesh_dim_names=tuple(name for name, _ in axes))

@@ -203,7 +203,8 @@ def tokens(step: int) -> tuple[Any, ...]:
 
 
 def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 + seed)).to(DEVICE)
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randn(*shape, dtype=torch.float64, device="cpu", generator=generator).to(DEVICE)
 
 
 def split(batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.comm.world import elsewhere
+from autoparallel.comm.world import elsewhere, from_host
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import InputSpec, describe_inputs
 from autoparallel.graph.carried_attributes import CARRIED, as_argument, describe_attributes, may_be_carried
@@ -88,6 +88,8 @@ class CallReader:
                     layouts[i] = from_dtensor_placements(tuple(leaf.placements))
                 except ValueError as error:
                     problem = str(error)
+            elif isinstance(leaf, torch.Tensor):
+                local[i] = from_host(leaf, mesh)
             if why := _unfit(leaf, mesh):
                 problem = f"{self._name(args, kwargs, i)} {why}"
         specs, batch = describe_inputs(leaves[:count])
@@ -169,4 +171,4 @@ def _unfit(leaf: Any, mesh: DeviceMesh) -> str | None:
         return f"is not dense ({leaf.layout}), and only dense tensors are cut into parts: give x.to_dense()"
     if isinstance(leaf, DTensor) and leaf.device_mesh != mesh:
         return "is a DTensor that lies on another mesh than the model"
-    return elsewhere(leaf, mesh) if isinstance(leaf, torch.Tensor) else None
+    return elsewhere(leaf, mesh) if isinstance(leaf, torch.Tensor) and not leaf.is_cpu else None

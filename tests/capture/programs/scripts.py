@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.capture.programs.loops import finish, net
 from tests.capture.registry import loop, program
 from tests.capture.runner import STEPS, Run, numbers, rows, rows_and_targets, sgd
+from tests.devices import DEVICE
 
 
 def whole(value: Any) -> Tensor:
@@ -437,7 +438,7 @@ class Heads(nn.Module):
 @loop()
 def view_of_an_output_changed_in_place(run: Run) -> None:
     """In eager both change: torch refuses it of outputs that share their memory, or the gradients are eager's."""
-    plain = Heads()
+    plain = Heads().to(DEVICE)
     twin = copy.deepcopy(plain)
     model = run.compile(plain)
 

@@ -27,14 +27,14 @@ def view_of_a_weight_as_attribute() -> nn.Module:
     return model
 
 
-@program(refused="clone")
+@program(refused="clone", device="cpu")
 def weight_as_buffer() -> nn.Module:
     model = ReadsTop().double()
     model.register_buffer("top", model.a.weight.data)
     return model
 
 
-@program(refused="b.weight = a.weight")
+@program(refused="b.weight = a.weight", device="cpu")
 def tied_through_data() -> nn.Module:
     model = UsesBoth().double()
     model.b.weight = nn.Parameter(model.a.weight.data)
@@ -46,7 +46,7 @@ class UsesBoth(Two):
         return self.b(torch.tanh(self.a(x)))  # refused
 
 
-@program(refused="clone")
+@program(refused="clone", device="cpu")  # to() makes memory for each
 class BufferInABuffer(Two):
     one: Tensor
     other: Tensor

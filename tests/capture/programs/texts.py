@@ -45,7 +45,15 @@ class Talker(nn.Module):
 @program(batch=counted, ranks=True)
 class LooksUpTheText(Talker):
     def factor(self, h: Tensor, n: Tensor) -> float:
-        return FACTORS.get(f"{n}", 7.0) + FACTORS.get(str(n), 11.0) + FACTORS.get(f"{n:d}", 13.0)
+        return FACTORS.get(f"{n}", 7.0) + FACTORS.get(f"{n:d}", 13.0)
+
+
+@program(batch=counted, ranks=True, device="cpu")
+class LooksUpTheTextOfATensor(Talker):
+    """On another device it says on which, and is refused."""
+
+    def factor(self, h: Tensor, n: Tensor) -> float:
+        return FACTORS.get(str(n), 11.0)
 
 
 @program(batch=counted)
