@@ -30,6 +30,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autoparallel._torch.numbers import FUNCTIONS
 from autoparallel.passes.emitter import Emitter
 from autoparallel.rules.calls import READS, is_tensor
 
@@ -42,6 +43,7 @@ _OF_PYTHON: dict[Any, Any] = {
     operator.mod: aten.remainder.Tensor, operator.pow: aten.pow.Tensor_Tensor, operator.neg: aten.neg.default,
     operator.abs: aten.abs.default, torch.sym_float: aten.alias.default, torch.sym_max: aten.maximum.default,
     torch.sym_min: aten.minimum.default,
+    **{function: getattr(aten, name).default for name, function in FUNCTIONS.items()},
 }  # fmt: skip
 """What computes of tensors what Python computes of numbers."""
 

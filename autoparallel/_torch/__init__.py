@@ -7,6 +7,7 @@ torch 2.11 to 2.13.  May import nothing of the package.
 - ``dtensor``: what a ``DTensor`` is made of, without the time that its public functions take.
 - ``distributed``: process groups, and what carries out their collectives.
 - ``export``: what a trace is made with: ``torch.export``, fake tensors, ``torch.fx``.
+- ``numbers``: sizes and numbers that it leaves open.
 - ``dynamo``: Dynamo and Inductor, which are imported at the first call.
 - ``quantisation``: fake quantisation of tensors without data.
 - ``optim``: the steps of torch's optimizers.
@@ -14,7 +15,18 @@ torch 2.11 to 2.13.  May import nothing of the package.
 
 import torch
 
-from autoparallel._torch import autograd, distributed, dtensor, dynamo, export, nn, optim, quantisation, tensors
+from autoparallel._torch import (
+    autograd,
+    distributed,
+    dtensor,
+    dynamo,
+    export,
+    nn,
+    numbers,
+    optim,
+    quantisation,
+    tensors,
+)
 
 # In a build for CUDA, fake tensors pretend that there are eight GPUs; autograd starts a thread for each that it sees at
 # its first backward, and a process with such threads cannot be forked any more. So it has its first one before.
@@ -22,4 +34,6 @@ from autoparallel._torch import autograd, distributed, dtensor, dynamo, export, 
 if torch.backends.cuda.is_built() and not torch.cuda.device_count():
     torch.ones((), requires_grad=True).backward()
 
-__all__ = ["autograd", "distributed", "dtensor", "dynamo", "export", "nn", "optim", "quantisation", "tensors"]
+__all__ = [
+    "autograd", "distributed", "dtensor", "dynamo", "export", "nn", "numbers", "optim", "quantisation", "tensors",
+]  # fmt: skip

@@ -7,7 +7,7 @@ import importlib
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
@@ -28,7 +28,6 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer, disable_proxy_modes_tracing, get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import (
-    SYMPY_INTERP,
     GuardOnDataDependentSymNode,
     ShapeEnv,
     free_unbacked_symbols,
@@ -38,7 +37,6 @@ from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._sympy.functions import Mod, PythonMod
-from torch.utils._sympy.printers import PythonPrinter
 
 _EXPORT = "torch.export._trace"
 
@@ -133,16 +131,6 @@ def is_unknown(truth: torch.SymBool) -> bool:
 def has_values(number: Any) -> bool:
     """Whether a number of a trace is made of values of tensors, and not of sizes alone."""
     return bool(free_unbacked_symbols(number))
-
-
-@functools.cache
-def evaluator(expression: sympy.Basic) -> Callable[[Mapping[Any, float]], float]:
-    """What computes an expression of sizes and numbers by Python, from what its symbols are: sympy takes a hundred
-    times as long."""
-    symbols = tuple(expression.free_symbols)
-    text = f"lambda {', '.join(map(str, symbols))}: {PythonPrinter().doprint(expression)}"
-    function = eval(text, dict(SYMPY_INTERP))  # of torch's own printer, for its own names
-    return lambda values: function(*map(values.__getitem__, symbols))
 
 
 def guard_strictly(truth: torch.SymBool) -> bool:

@@ -107,7 +107,7 @@ def leaf_value(leaf: Leaf, results: Sequence[Any], sizes: Mapping[Any, int | flo
     if isinstance(leaf, Number):
         value = results[leaf.index]
         return leaf.kind(value) if isinstance(value, torch.Tensor) else value  # what a call does not keep says so
-    return leaf.kind(_torch.export.evaluator(leaf.expression)(sizes)) if isinstance(leaf, Size) else results[leaf]
+    return leaf.kind(_torch.numbers.evaluator(leaf.expression)(sizes)) if isinstance(leaf, Size) else results[leaf]
 
 
 @dataclass

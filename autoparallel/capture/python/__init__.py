@@ -6,5 +6,5 @@
 - ``closures``: functions and weak references that a model holds, and that reach into it.
 - ``globals_read``: finds the globals and closures that functions read, and draws of Python's and numpy's generators;
   ``loads`` are what byte code says of a function, ``roots`` the places that it loads from.
-- ``kinds_of_numbers``: what a model is told that asks for the type of a size.
+- ``kinds_of_numbers``: what a model is told that asks for the type of a size; ``functions_of_numbers`` that are open.
 """

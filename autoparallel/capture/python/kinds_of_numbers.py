@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autoparallel.capture.python.functions_of_numbers import FUNCTIONS_OF_MATH, OF_MATH
 from autoparallel.graph.python_state import OURS, is_library
 
 _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
@@ -66,26 +67,29 @@ STAND_INS: Mapping[str, Any] = {"isinstance": _is_instance, "type": _Type, "divm
 
 def is_stand_in(value: Any) -> bool:
     """Whether a global of a user's module is there only while a model is traced."""
-    return any(value is stand_in for stand_in in STAND_INS.values())
+    return any(value is stand_in for stand_in in (*STAND_INS.values(), *OF_MATH.values()))
 
 
 @contextmanager
 def stand_ins_in_modules() -> Iterator[None]:
     """Inside, the functions of the users' modules call the stand-ins, but where a module has such a name of its own."""
-    changed: list[tuple[dict[str, Any], set[str]]] = []
+    changed: list[tuple[dict[str, Any], set[str], dict[str, Any]]] = []
     for name, module in [*sys.modules.items()]:
         table = vars(module) if isinstance(module, ModuleType) else {}
         file = table.get("__file__")
         if name == "__main__" or file is not None and _is_users(file):
-            names = STAND_INS.keys() - table.keys()
-            table.update({name: STAND_INS[name] for name in names})
-            changed.append((table, names))
+            added = STAND_INS.keys() - table.keys()
+            imported = {name: f for name, f in FUNCTIONS_OF_MATH.items() if table.get(name) is f}
+            table.update({name: STAND_INS[name] for name in added})
+            table.update({name: OF_MATH[name] for name in imported})
+            changed.append((table, added, imported))
     try:
         yield
     finally:
-        for table, names in changed:
-            for name in names:
+        for table, added, imported in changed:
+            for name in added:
                 table.pop(name, None)
+            table.update(imported)
 
 
 @functools.cache

@@ -32,6 +32,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autoparallel import _torch
+from autoparallel.capture.python.functions_of_numbers import NAMES as OF_NUMBERS
 from autoparallel.capture.python.globals_read import without_model
 from autoparallel.capture.python.kinds_of_numbers import stand_ins_in_modules
 from autoparallel.capture.refusals.data_access import KERNEL_CURE
@@ -411,6 +412,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     (_torch.export.ShapeEnv, "_set_replacement", _set_replacement),
     _torch.export.MODULES_THEMSELVES,
     _torch.export.OPERATORS_LISTED_ONCE,
+    _torch.numbers.ALLOWED,
     *[(f, "__defaults__", (partial(_answer, FunctionType(f.__code__, f.__globals__, f.__name__)),)) for f in _ASKED],
     *[(f, "__code__", _as_told.__code__) for f in _ASKED],
     (_IS_SCRIPTING, "__defaults__", (_is_scripting,)),
@@ -419,6 +421,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *COLLECTIVES,
     *DRAWS,
     *NUMBERS_READ,
+    *OF_NUMBERS,
     *SEEDS,
     *TEXTS,
     *VALUES_READ,

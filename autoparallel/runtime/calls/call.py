@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch.export import evaluator
+from autoparallel._torch.numbers import evaluator
 from autoparallel._torch.tensors import storage_mark
 from autoparallel.comm.groups import settle
 from autoparallel.comm.waiting import note_raised

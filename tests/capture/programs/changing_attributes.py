@@ -424,19 +424,19 @@ def begins_anew_at_a_number(run: Run) -> None:
 
 
 @loop(refused="torch.cos")
-def weighs_by_a_cosine(run: Run) -> None:
-    """A function of Python's of a number fixes it."""
+def weighs_by_an_error_function(run: Run) -> None:
+    """A function of Python's that torch has of no number fixes it."""
 
-    class Cosine(Two):
+    class Weighing(Two):
         def __init__(self) -> None:
             super().__init__()
             self.calls = 1
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
-            return self.b(self.a(x)) * math.cos(math.pi * self.calls / 8)  # refused
+            return self.b(self.a(x)) * math.erf(self.calls / 8)  # refused
 
-    over_lengths(run, Cosine(), (6,) * 11)
+    over_lengths(run, Weighing(), (6,) * 11)
 
 
 @loop(refused="each time")
