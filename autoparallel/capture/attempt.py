@@ -35,7 +35,7 @@ from autoparallel.capture.functional.layers import NotAlike, Stack, find_stacks,
 from autoparallel.capture.functional.passes import filling_passes, resolving_passes, tracing_passes
 from autoparallel.capture.functional.selections import group_selections
 from autoparallel.capture.functional.ways import Way, literals_of, merge
-from autoparallel.capture.python.changes import StateChangedError, Written
+from autoparallel.capture.python.changes import ContainerChangedError, StateChangedError, Written
 from autoparallel.capture.python.globals_read import (
     GlobalsRead,
     owners_of,
@@ -329,11 +329,15 @@ class Attempt:
     def _capture(self) -> Captured:
         reads = self._reads
         with self.mode:
-            whole = self.copies.make()
-            try:
-                stacks, failed = self._rehearse(whole)
-            except StateChangedError as error:
-                raise _with_line(error, self.copies.make(), self._make_reads(), self.run) from None
+            while True:
+                whole = self.copies.make()
+                try:
+                    stacks, failed = self._rehearse(whole)
+                    break
+                except ContainerChangedError as error:
+                    self.copies.journals.add(error.label)
+                except StateChangedError as error:
+                    raise _with_line(error, self.copies.make(), self._make_reads(), self.run) from None
             written = whole.recorder.written
             if any(value.fills for value in written.values()) and not failed and not self.may_read:
                 self._of_next = self._read_of_next(written)

@@ -51,6 +51,7 @@ class Copies:
         references: the tensors that are neither parameters nor buffers, by the ids of their fakes.
         recorders: of all copies.
         closures: of the model's functions, as the last copy has them.
+        journals: the labels of lists and dicts that a run has changed: it may only add to them.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Copies:
         self._model, self._loss_fn, self._inputs = model, loss_fn, inputs
         self._training, self._precision, self._device = training, precision, device
         self.recorders: list[Recorder] = []
+        self.journals: set[str] = set()
         self.owners = _owners_of(model)
         self.fakes: dict[int, Any] = {id(t): self._fake(t) for t in (*model.parameters(), *model.buffers())}
         args, kwargs = inputs.arguments[0], without_attributes(inputs.arguments[1])[0]
@@ -116,7 +118,7 @@ class Copies:
             make_no_caches(plain)
         loss = copy.deepcopy(loss_fn, table) if isinstance(loss_fn, nn.Module) else loss_fn
         pair = (loss_fn, loss) if isinstance(loss_fn, nn.Module) and isinstance(loss, nn.Module) else None
-        recorder = Recorder(model, plain, table, self._trained, pair, self._constants)
+        recorder = Recorder(model, plain, table, self._trained, pair, self._constants, self.journals)
         self.recorders.append(recorder)
         inputs = self._inputs
         wrapper = Training(plain, loss, self._precision, recorder, inputs.alike, inputs.numbers, inputs.twins)

@@ -138,7 +138,7 @@ class Training(nn.Module):
         args, kwargs = release(pytree.tree_unflatten(inputs, nesting))
         kwargs, attributes = without_attributes(kwargs)
         exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
-        with entries_exchanged(self.recorder.held, exchange.exchanged), self.recorder.carrying(attributes):
+        with entries_exchanged(self.recorder.containers.held, exchange.exchanged), self.recorder.carrying(attributes):
             with self.recorder, DataAccess(), exchange:
                 leaves, self.findings.spec = flatten_results(self._outputs(args, kwargs))
             written = self.recorder.take()

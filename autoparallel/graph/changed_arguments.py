@@ -1,8 +1,8 @@
-"""What a call changes of the dicts and lists that it is given: ``batch.pop("labels")``, ``batch["h"] = h``,
-``log.append(h)``.
+"""What a call changes of dicts and lists that are not its own: of those that it is given (``batch.pop("labels")``,
+``batch["h"] = h``), and of those that the model keeps (``self.log.append(h)``).
 
 The change is described by nested lists, of which the tensors are outputs of the program like any others, and is made to
-what the user has handed in after the call.
+the user's own containers after the call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from autoparallel.graph.python_state import is_plain
 ARGUMENTS = "entries of its arguments"
 """The name under which a trace keeps the changes, beside the attributes that a call sets."""
 
+ENTRIES = "[...]"
+"""How the name of a container of the model ends under which a trace keeps what a call changes in it."""
+
 Container = dict[Any, Any] | list[Any]
+
+Entries = tuple[list[Any] | None, Container]
+"""The keys that are gone (of a list how many entries are left), or None for all of them; and what is new."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +88,16 @@ def make_changes(changes: Sequence[Any], args: Sequence[Any], kwargs: dict[str, 
         container: Any = (args, kwargs)
         for key in path:
             container = container[key]
-        if isinstance(container, list):
-            container[gone[0] :] = new
-            continue
+        change_entries(container, gone, new)
+
+
+def change_entries(container: Any, gone: list[Any] | None, new: Container) -> None:
+    """Makes one change (see ``Entries``) to a container itself."""
+    if gone is None:
+        container.clear()
+    elif isinstance(container, dict):
         for key in gone:
             del container[key]
-        container.update(new)
+    elif gone:
+        del container[gone[0] :]
+    (container.update if isinstance(container, dict) else container.extend)(new)

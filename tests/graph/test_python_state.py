@@ -221,7 +221,7 @@ def _history(model: Any, x: Tensor) -> Tensor:
     """Torch looks through all modules for where a size is asked for, and runs what this one has of its own."""
     assert type(huggingface_hub.utils) is not types.ModuleType
     model.history.append(x.shape[0])
-    return model.linear(x).mean()
+    return model.linear(x).mean() * len(model.history)
 
 
 def _global_list(model: Any, x: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ def _function_attribute(model: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("forward", "says"),
     [
-        (_history, r"history, a list that outlives it, at .*model.history.append.*\n.*as an output"),
+        (_history, r"history, a list that outlives it, and reads .* at .*len\(model.history\)[^\n]*\n.*as an output"),
         (_global_list, r"SEEN is a list of 0 before it and a list of 1 after it, at .*SEEN.append.*\n.*as an output"),
         (_python_draw, r"Python's random at .*random.random\(\)[^\n]*\n.*torch.rand"),
         (_numpy_draw, r"numpy.random at .*np.random.rand\(\)[^\n]*\n.*torch.rand"),

@@ -51,6 +51,18 @@ class StateChangedError(CaptureError):
         return StateChangedError(lambda line: refusal(what, line, cure), has_changed)
 
 
+class ContainerChangedError(StateChangedError):
+    """A list or dict that a run has changed, and that a journal may stand for (see ``journals``).
+
+    Attributes:
+        label: where the model has it.
+    """
+
+    def __init__(self, refused: StateChangedError, label: str) -> None:
+        super().__init__(refused.at, refused.has_changed)
+        self.label = label
+
+
 def is_first_value(before: Any, now: Any) -> bool:
     """Whether a call fills a cache that was empty: the next call reads what is there then, and is of another kind."""
     return (before is MISSING or before is None) and all(

@@ -38,6 +38,18 @@ def note_read(state: PythonState, watched: Watched, name: str) -> None:
             note_read_of_class(state, type(owner), name)
 
 
+def note_journal(state: PythonState, watched: Watched, name: str, holder: Watched, name_there: str) -> None:
+    """Notes of a container to which a call adds of what type it is, and that another attribute holds it, too; nothing
+    of what is in it."""
+    table, there = vars(watched.original), vars(holder.original)
+
+    def read() -> tuple[type, bool]:
+        container = table.get(name, MISSING)
+        return type(container), container is there.get(name_there, MISSING)
+
+    state.watch(watched.label(name), read, (id(table), name))
+
+
 def note_read_of_class(state: PythonState, cls: type, name: str) -> None:
     """Notes an attribute of a class, which is one of the classes that it is derived from."""
     cls = next((c for c in cls.__mro__ if name in vars(c)), cls)

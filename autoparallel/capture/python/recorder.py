@@ -9,8 +9,8 @@ refused.
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,18 +29,17 @@ from autoparallel.capture.python.changes import (
 )
 from autoparallel.capture.python.containers import (
     BY_VALUE,
-    entries_of,
-    flat,
-    holds,
     holds_the_same,
     is_remade,
     is_same,
     objects_held,
     refill,
 )
+from autoparallel.capture.python.held_containers import HeldContainers
+from autoparallel.capture.python.journals import Journal
 from autoparallel.capture.python.observed_classes import observe, release, written_to
-from autoparallel.capture.python.reads import note_read, note_read_of_class
-from autoparallel.capture.python.watched import INTERNAL, TABLES, Watched
+from autoparallel.capture.python.reads import note_journal, note_read, note_read_of_class
+from autoparallel.capture.python.watched import INTERNAL, TABLES, Watched, is_bookkeeping
 from autoparallel.graph.captured import CaptureError, refusal, refused_draw
 from autoparallel.graph.carried_attributes import ChangesAttributesError, may_be_carried
 from autoparallel.graph.generators import GENERATORS, set_state, state_of
@@ -66,9 +65,10 @@ class Recorder:
         trained: attributes that hold tensors which are trained, but are not registered, and where those are.
         loss: the user's loss function and its copy, where it is a module.
         constants: the copy's tensors that are no attributes of modules, by where they are.
+        journals: the labels of lists and dicts to which a call only adds (see ``journals``).
 
     Attributes:
-        held: the lists, dicts, sets and others that the copy holds.
+        containers: the lists, dicts, sets and others that the copy holds.
         written: the attributes that the last run has set, by label.
         rebound: the buffers that it has bound to other tensors.
         registered: the buffers that were not there before, by label, and whether they belong to the state dict.
@@ -82,6 +82,7 @@ class Recorder:
         trained: Mapping[str, str],
         loss: tuple[nn.Module, nn.Module] | None,
         constants: Mapping[str, torch.Tensor],
+        journals: Collection[str] = (),
     ) -> None:
         self._model, self._loss, self._memo = model, None if loss is None else loss[0], memo
         self._trained = trained
@@ -117,8 +118,8 @@ class Recorder:
         tables = {id(vars(w.original)) for w in self._watched.values()}
         tables |= {id(vars(m)[kind]) for m in modules for kind in ("_buffers", "_parameters")}
         containers = [x for x in originals if isinstance(x, (list, dict, set, deque, *BY_VALUE)) or slots_of(x)]
-        self.held = [memo[id(x)] for x in containers if id(x) not in tables and memo.get(id(x), x) is not x]
-        self._containers: list[tuple[Any, Any]] = []
+        held = [memo[id(x)] for x in containers if id(x) not in tables and memo.get(id(x), x) is not x]
+        self.containers = HeldContainers(held, filter(self._is_reached, self._watched.values()), journals)
 
     def _watch(self, path: str, original: Any, copied: Any) -> None:
         watched = Watched(path, original, copied)
@@ -134,7 +135,7 @@ class Recorder:
         self._shared, self._changed_shared = {}, ""
         self._generators, self._drawn = {}, ""
         self._rebinds.clear()
-        self._containers = [(container, entries_of(container)) for container in self.held]
+        self.containers.begin()
         self._versions = {name: fake._version for name, fake in self._constants.items()}
         self._recording = True
         return self
@@ -236,7 +237,7 @@ class Recorder:
         if not self._recording:
             return
         watched = self._watched[id(table)]
-        if name[0] == "_" and _is_bookkeeping(frame.f_globals.get("__name__")):
+        if name[0] == "_" and is_bookkeeping(frame.f_globals.get("__name__")):
             watched.ignored.add(name)
         elif not isinstance(getattr(type(watched.original), name, None), property):  # whose setter writes another one
             watched.writes[name] = line_of_frame(frame)
@@ -285,18 +286,8 @@ class Recorder:
                     self._take(watched, name, line, written)
                 else:
                     self._take_unseen(watched, name, written)
-        number = next((i for i in range(len(self._containers)) if self.is_changed(i)), None)
-        if number is not None:
-            container = self._containers[number][0]
-            what = f"{self._holder(container)}, a {type(container).__name__}"
-            if isinstance(container, GENERATORS):
-                raise StateChangedError(partial(refused_draw, what), lambda recorder, _: recorder.is_changed(number))
-            raise StateChangedError.refusing(
-                f"a call changes {what} that outlives it,",
-                "return what is collected as an output, or keep it in a registered buffer; a table for each length can "
-                "be one attribute, for the longest so far (self.table = ...)",
-                lambda recorder, _: recorder.is_changed(number),
-            )
+        self.containers.require_unchanged()
+        written |= self.containers.taken()
         if self._changes:
             (_, _, refused), *_ = self._changes.values()
             changes = {label: (now, line) for label, (now, line, _) in self._changes.items()}
@@ -343,6 +334,8 @@ class Recorder:
                     self._take_registered(watched, tensors, name, line, written)
                     return
         now = table.get(name, MISSING)
+        if isinstance(now, Journal):  # self.log += [x]
+            return
         if is_remade(self._twin(before), now):
             watched.reads |= {name} - INTERNAL  # a call of another kind may set something else
             self._put_back(watched, name, before)
@@ -494,28 +487,6 @@ class Recorder:
                 before.copy_(value)
         return leaves
 
-    def is_changed(self, number: int) -> bool:
-        """Whether the run has changed one of the lists, dicts and sets that the model holds."""
-        container, entries = self._containers[number]
-        if isinstance(container, BY_VALUE):
-            return freeze(container) != entries
-        if slots_of(container):
-            container = entries_of(container)
-        if not container and not entries or holds_the_same(container, entries):
-            return False
-        if isinstance(container, OrderedDict):  # hooks, among others
-            container = {
-                k: f for k, f in container.items() if k in entries or not _is_bookkeeping(getattr(f, "__module__", ""))
-            }
-        return len(container) != len(entries) or not all(map(is_same, flat(container), flat(entries)))
-
-    def _holder(self, container: Any) -> str:
-        for watched in self._watched.values():
-            for name, value in vars(watched.copy).items():
-                if value is container or isinstance(value, list | tuple | dict) and holds(value, container):
-                    return watched.label(name)
-        return "a container of the model"
-
     def _twin(self, value: Any) -> Any:
         """What the copy was made with in the place of a value of the original's."""
         return self._memo.get(id(value), value)
@@ -525,13 +496,10 @@ class Recorder:
         state = PythonState()
         for watched in self._watched.values():
             for name in sorted(watched.reads):
-                note_read(state, watched, name)
+                if holder := self.containers.holder_of_journal(watched, name):
+                    note_journal(state, watched, name, *holder)
+                else:
+                    note_read(state, watched, name)
         for cls, name in sorted(self._class_reads, key=str):
             note_read_of_class(state, cls, name)
         return state
-
-
-def _is_bookkeeping(module: Any) -> bool:
-    """Whether code is that of transformers, which installs hooks of its own when a model is first called and notes that
-    it has, or of torch, whose recurrent layers list their weights: every copy does so anew."""
-    return str(module).partition(".")[0] in ("torch", "transformers")

@@ -108,6 +108,12 @@ class Watched:
         return f"{self.path}.{name}" if self.path else name
 
 
+def is_bookkeeping(module: Any) -> bool:
+    """Whether code is that of transformers, which installs hooks of its own when a model is first called and notes that
+    it has, or of torch, whose recurrent layers list their weights: every copy does so anew."""
+    return str(module).partition(".")[0] in ("torch", "transformers")
+
+
 def may_leave(leaf: Any) -> bool:
     """Whether a value can leave the program in an attribute."""
     return isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) or is_plain(leaf)

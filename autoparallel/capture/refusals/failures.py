@@ -131,6 +131,11 @@ _SYMPTOMS = (
         "a tensor is given to numpy, or to scipy",
     ),
     _Symptom(
+        "EarlierEntry",
+        "return what is collected as an output, or empty the list at the beginning of the call (self.log.clear())",
+        "a list is read to which calls add, and that holds what earlier ones have added",
+    ),
+    _Symptom(
         "destination is read-only",
         "change the tensor itself (lengths[0] += 1)",
         "an array of numpy is changed that shares a tensor's memory",

@@ -18,10 +18,10 @@ from autoparallel.comm.waiting import note_raised
 from autoparallel.graph.caches import release
 from autoparallel.graph.calls import Call, sizes_of, values_of
 from autoparallel.graph.captured import Captured, leaf_value
-from autoparallel.graph.changed_arguments import ARGUMENTS, make_changes
+from autoparallel.graph.changed_arguments import ARGUMENTS, ENTRIES, change_entries, make_changes
 from autoparallel.graph.lines import place_of_error
 from autoparallel.graph.nesting import unflatten
-from autoparallel.graph.plain_tensors import holder_of, rebind, tensor_at
+from autoparallel.graph.plain_tensors import attribute_at, holder_of, rebind, tensor_at
 from autoparallel.operators import RandomState
 from autoparallel.runtime.calls.kinds import Kind, KindMaker, Kinds, ReadCall
 from autoparallel.runtime.gradients.accumulation import Weight, expected_count
@@ -127,6 +127,9 @@ def _deliver(
         value = pytree.tree_unflatten([leaf_value(leaf, values, sizes) for leaf in parts], spec)
         if name == ARGUMENTS:
             make_changes(value, *arguments)
+            continue
+        if name.endswith(ENTRIES):
+            change_entries(attribute_at(plain, name.removesuffix(ENTRIES), maker.loss_fn), *value)
             continue
         path, _, attribute = name.rpartition(".")
         holder = holder_of(plain, path, maker.loss_fn)

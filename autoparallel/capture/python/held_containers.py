@@ -1,0 +1,108 @@
+"""The lists, dicts, sets and others that a copy of a model holds, and what a run changes in them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from functools import partial
+from typing import Any
+
+from autoparallel.capture.python.changes import ContainerChangedError, StateChangedError, require_may_leave
+from autoparallel.capture.python.containers import BY_VALUE, entries_of, flat, holds, holds_the_same, is_same
+from autoparallel.capture.python.journals import CURE, KINDS, Journal, changes, journal_of
+from autoparallel.capture.python.watched import Watched, is_bookkeeping
+from autoparallel.graph.captured import refusal, refused_draw
+from autoparallel.graph.changed_arguments import ENTRIES
+from autoparallel.graph.generators import GENERATORS
+from autoparallel.graph.python_state import freeze, is_plain, slots_of
+
+
+class HeldContainers:
+    """Those of one copy.
+
+    Args:
+        held: all of them.
+        watched: the objects that hold them.
+        journals: the labels of those for which a journal stands from now on.
+    """
+
+    def __init__(self, held: Iterable[Any], watched: Iterable[Watched], journals: Collection[str]) -> None:
+        self.held, self._watched = list(held), list(watched)
+        self._entries: list[tuple[Any, Any]] = []
+        self._journals: list[tuple[Journal, list[tuple[Watched, str]]]] = []
+        places = [(w, name) for w in self._watched for name in vars(w.copy)] if journals else []
+        for container in {id(x): x for x in (vars(w.copy)[n] for w, n in places if w.label(n) in journals)}.values():
+            alike = [(w, name) for w, name in places if vars(w.copy)[name] is container]
+            first, name = alike[0]
+            journal = journal_of(container, first.label(name))
+            self._journals.append((journal, alike))
+            for holder, name in alike:
+                vars(holder.copy)[name] = journal
+
+    def begin(self) -> None:
+        """Notes what they hold before a run."""
+        self._entries = [(container, entries_of(container)) for container in self.held]
+
+    def holder_of_journal(self, watched: Watched, name: str) -> tuple[Watched, str] | None:
+        """The first attribute through which a run has reached the journal that an attribute holds; None where that
+        holds none."""
+        of_all = (places for _, places in self._journals if any(w is watched and n == name for w, n in places))
+        return next(((w, n) for places in of_all for w, n in places if n in w.reads), None)
+
+    def require_unchanged(self) -> None:
+        """Raises where a run has changed one for which no journal stands."""
+        number = next((i for i in range(len(self._entries)) if self.is_changed(i)), None)
+        if number is None:
+            return
+        container = self._entries[number][0]
+        what = self._label_of(container) or "a container of the model"
+        if isinstance(container, GENERATORS):
+            drawn = f"{what}, a {type(container).__name__}"
+            raise StateChangedError(partial(refused_draw, drawn), lambda r, _: r.containers.is_changed(number))
+        refused = StateChangedError.refusing(
+            changes(what, type(container)), CURE, lambda r, _: r.containers.is_changed(number)
+        )
+        if type(container) in KINDS and (label := self._label_of(container, itself=True)):
+            raise ContainerChangedError(refused, label)
+        raise refused
+
+    def is_changed(self, number: int) -> bool:
+        """Whether the run has changed one of them."""
+        container, entries = self._entries[number]
+        if isinstance(container, BY_VALUE):
+            return freeze(container) != entries
+        if slots_of(container):
+            container = entries_of(container)
+        if not container and not entries or holds_the_same(container, entries):
+            return False
+        if isinstance(container, OrderedDict):  # hooks, among others
+            container = {
+                k: f for k, f in container.items() if k in entries or not is_bookkeeping(getattr(f, "__module__", ""))
+            }
+        return len(container) != len(entries) or not all(map(is_same, flat(container), flat(entries)))
+
+    def taken(self) -> dict[str, Any]:
+        """What the run has changed where journals stand, by the names under which a trace keeps that."""
+        changed: dict[str, Any] = {}
+        for journal, places in self._journals:
+            if change := journal.change():
+                watched, name = self.holder_of_journal(*places[0]) or places[0]
+                label, line, new = watched.label(name), "an unknown line", change[1]
+                require_may_leave(new, label, line)
+                if isinstance(new, dict) and not all(map(is_plain, new)):
+                    raise refusal(changes(label, dict), line, "take numbers and strings as keys")
+                changed[f"{label}{ENTRIES}"] = list(change)
+        return changed
+
+    def _label_of(self, container: Any, itself: bool = False) -> str:
+        """The label of an attribute that is a container, or holds it; empty where there is none.
+
+        Args:
+            itself: whether it must be it.
+        """
+        for watched in self._watched:
+            for name, value in vars(watched.copy).items():
+                may_hold = not itself and isinstance(value, list | tuple | dict) and not isinstance(value, Journal)
+                if value is container or may_hold and holds(value, container):
+                    return watched.label(name)
+        return ""

@@ -1,0 +1,166 @@
+"""Lists and dicts of a model to which a call only adds: ``self.losses.append(loss)``, ``self.stats["norm"] = norm``.
+
+What they held before is no part of a trace then, and what is new leaves the program as the attributes do that a call
+sets.  In a copy of the model a journal stands for such a container, without its entries: to read one that the call has
+not added is refused, where it is read.  What reads past Python's methods meets an object that is nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from autoparallel.graph.captured import refusal
+from autoparallel.graph.changed_arguments import Entries
+from autoparallel.graph.lines import line_of_frame
+
+CURE = (
+    "return what is collected as an output, or keep it in a registered buffer; a count can be an attribute of its own "
+    "(self.calls += 1), a table for each length one attribute, for the longest so far (self.table = ...)"
+)
+"""What to do instead of changing a container and reading it."""
+
+
+class EarlierEntry:
+    """Stands for what a list held before; torch's errors tell of it by its name."""
+
+
+_EARLIER = EarlierEntry()
+
+
+def changes(label: str, kind: type) -> str:
+    """What a call does that changes a container."""
+    return f"a call changes {label}, a {kind.__name__} that outlives it,"
+
+
+def _reads_all(kind: type, names: Iterable[str]) -> Callable[[type[Journal]], type[Journal]]:
+    """Has methods of a journal refuse to read what was there before."""
+
+    def read_by(name: str) -> Callable[..., Any]:
+        method = getattr(kind, name)
+
+        def read(self: Journal, *args: Any, **kwargs: Any) -> Any:
+            self.require(not self.keeps)
+            return method(self, *args, **kwargs)
+
+        return read
+
+    def decorate(journal: type[Journal]) -> type[Journal]:
+        for name in names:
+            setattr(journal, name, read_by(name))
+        journal.kind = kind
+        return journal
+
+    return decorate
+
+
+class Journal:
+    """A container to which a call adds.
+
+    Attributes:
+        kind: what it stands for.
+        label: where the model has that.
+        keeps: whether what was there before is still there.
+    """
+
+    kind: type
+    label: str
+    keeps: bool
+
+    def begin(self, label: str) -> Journal:
+        """Stands for the container with this label from now on."""
+        self.label, self.keeps = label, True
+        return self
+
+    def require(self, holds: bool) -> None:
+        """Refuses a read of what was there before, unless something holds."""
+        if not holds:
+            what = f"{changes(self.label, self.kind)} and reads what it held before,"
+            raise refusal(what, line_of_frame(sys._getframe(2)), CURE)
+
+    def change(self) -> Entries | None:
+        """What the call has changed; None where it has changed nothing."""
+        raise NotImplementedError
+
+
+_SEQUENCE = (
+    "__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__", "__eq__", "__ne__", "__lt__",
+    "__le__", "__gt__", "__ge__", "__add__", "__mul__", "__imul__", "__rmul__", "__reversed__", "__repr__", "index",
+    "count", "copy", "pop", "remove", "reverse", "insert",
+)  # fmt: skip
+
+
+class _Sequence(Journal):
+    def begin(self: Any, label: str) -> Journal:
+        self.append(_EARLIER)
+        return super().begin(label)
+
+    def clear(self: Any) -> None:
+        super().clear()  # type: ignore[misc]
+        self.keeps = False
+
+    def change(self: Any) -> Entries | None:
+        added = [entry for entry in self.kind.__iter__(self) if entry is not _EARLIER]
+        return ([] if self.keeps else None, added) if added or not self.keeps else None
+
+
+@_reads_all(list, (*_SEQUENCE, "sort"))
+class _List(_Sequence, list[Any]):
+    pass
+
+
+@_reads_all(deque, (*_SEQUENCE, "appendleft", "extendleft", "popleft", "rotate"))
+class _Deque(_Sequence, deque[Any]):
+    pass
+
+
+@_reads_all(
+    dict,
+    (
+        "__iter__", "__len__", "__eq__", "__ne__", "__or__", "__ror__", "__reversed__", "__repr__", "keys", "values",
+        "items", "copy", "popitem",
+    ),
+)  # fmt: skip
+class _Dict(Journal, dict[Any, Any]):
+    """By keys: what the call has set it may read."""
+
+    def clear(self) -> None:
+        super().clear()
+        self.keeps = False
+
+    def update(self, *entries: Any, **more: Any) -> None:
+        super().update(dict(*entries, **more))
+
+    def __ior__(self, entries: Any) -> Any:  # type: ignore[misc]
+        self.update(entries)
+        return self
+
+    def change(self) -> Entries | None:
+        added = dict(dict.items(self))
+        return ([] if self.keeps else None, added) if added or not self.keeps else None
+
+
+def _reads_key(name: str) -> Callable[..., Any]:
+    method = getattr(dict, name)
+
+    def read(self: _Dict, key: Any, *rest: Any) -> Any:
+        self.require(not self.keeps or dict.__contains__(self, key))
+        return method(self, key, *rest)
+
+    return read
+
+
+for _name in ("__getitem__", "__contains__", "__delitem__", "get", "pop", "setdefault"):
+    setattr(_Dict, _name, _reads_key(_name))
+
+KINDS: Mapping[type, type[Journal]] = {list: _List, deque: _Deque, dict: _Dict}
+"""The kinds of containers for which a journal may stand."""
+
+
+def journal_of(container: Any, label: str) -> Journal:
+    """What stands for a container of one of these kinds."""
+    kind: Any = KINDS[type(container)]
+    journal: Journal = kind(maxlen=container.maxlen) if isinstance(container, deque) else kind()
+    return journal.begin(label)

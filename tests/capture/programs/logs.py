@@ -1,0 +1,139 @@
+"""Lists, dicts and deques of a model to which calls add."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.capture.programs.inplace import Two
+from tests.capture.programs.loops import finish
+from tests.capture.registry import loop, program
+from tests.capture.runner import STEPS, Run, numbers, sgd
+
+
+class Logging(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[Any] = []
+        self.stats: dict[str, Any] = {}
+        self.recent: deque[Any] = deque(maxlen=2)
+
+
+def _train(run: Run, model: Any) -> None:
+    """Calls a model more often than what it fixes may have values; another list takes the place of its log."""
+    optimizer = sgd(model)
+    for step in range(12):
+        output = model(numbers(4, 8, seed=step))
+        output.square().mean().backward()
+        finish(run, model, optimizer)
+        run.note("kept", [model.log, model.stats, [*model.recent], type(model.recent)])
+        if step == 6:
+            model.log = []
+
+
+@loop(ranks=True)
+def histories_grow(run: Run) -> None:
+    class Histories(Logging):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            self.log.append(h.detach().norm().item())
+            self.log += [h.shape[0], "step"]
+            self.recent.append(h.detach().mean())
+            return self.b(h)
+
+    _train(run, run.compile(Histories().double()))
+
+
+@loop(ranks=True)
+def losses_are_collected(run: Run) -> None:
+    """The loop adds them up and empties the list, which the layers share."""
+
+    class Layer(Two):
+        def __init__(self, losses: list[Tensor]) -> None:
+            super().__init__()
+            self.losses = losses
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x).tanh()
+            self.losses.append(h.square().mean())
+            return h
+
+    class Layers(Logging):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Layer(self.log) for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return self.b(x)
+
+    model = run.compile(Layers().double())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        output = model(numbers(4, 8, seed=step))
+        (output.square().mean() + sum(model.log)).backward()
+        finish(run, model, optimizer)
+        run.note("collected", model.log)
+        if step == 1:
+            model.log = []  # the layers go on with their own
+        else:
+            model.log.clear()
+
+
+@loop(ranks=True)
+def statistics_by_name(run: Run) -> None:
+    class Statistics(Logging):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            self.stats["mean"] = h.detach().mean()
+            self.stats.update(rows=x.shape[0], twice=2 * self.stats["mean"])
+            return self.b(h)
+
+    model = run.compile(Statistics().double())
+    _train(run, model)
+
+
+@loop(ranks=True)
+def a_list_is_emptied_and_filled(run: Run) -> None:
+    """What a call reads of it is its own."""
+
+    class Emptied(Logging):
+        def forward(self, x: Tensor) -> Tensor:
+            self.log.clear()
+            self.stats.clear()
+            for name in ("one", "other"):
+                x = self.a(x).tanh()
+                self.log.append(x.mean())
+                self.stats[name] = x.detach().sum()
+            return self.b(x) * (len(self.log) + sum(self.log)) + torch.stack(self.log).sum() + self.stats["one"]
+
+    _train(run, run.compile(Emptied().double()))
+
+
+@program(refused="as an output")
+class ReadsItsHistory(Logging):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.log.append(h.detach().mean())
+        return self.b(h) + sum(self.log)  # refused
+
+
+@program(refused="self.log.clear")
+class StacksItsHistory(Logging):
+    """torch looks into the list by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.log.append(h.detach().mean())
+        return self.b(h) + torch.stack(self.log).sum()  # refused
+
+
+@program(refused="as an output")
+class CountsByName(Logging):
+    def forward(self, x: Tensor) -> Tensor:
+        self.stats["calls"] = self.stats.get("calls", 0) + 1  # refused
+        return self.b(self.a(x))
