@@ -15,6 +15,7 @@ from autoparallel import _torch
 from autoparallel.capture.caches import CURE, asks_for_cache, without_caches
 from autoparallel.capture.python.changes import StateChangedError
 from autoparallel.capture.python.containers import entries_exchanged
+from autoparallel.capture.python.journals import without_journals
 from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.data_access import DataAccess
 from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
@@ -140,7 +141,9 @@ class Training(nn.Module):
         exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
         with entries_exchanged(self.recorder.containers.held, exchange.exchanged), self.recorder.carrying(attributes):
             with self.recorder, DataAccess(), exchange:
-                leaves, self.findings.spec = flatten_results(self._outputs(args, kwargs))
+                outputs = self._outputs(args, kwargs)
+                outputs = without_journals(outputs) if self.recorder.containers.has_journals else outputs
+                leaves, self.findings.spec = flatten_results(outputs)
             written = self.recorder.take()
         if trace is not None:
             _require_unset(trace.attributes)

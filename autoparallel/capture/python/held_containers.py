@@ -43,6 +43,11 @@ class HeldContainers:
         """Notes what they hold before a run."""
         self._entries = [(container, entries_of(container)) for container in self.held]
 
+    @property
+    def has_journals(self) -> bool:
+        """Whether journals stand for some."""
+        return bool(self._journals)
+
     def holder_of_journal(self, watched: Watched, name: str) -> tuple[Watched, str] | None:
         """The first attribute through which a run has reached the journal that an attribute holds; None where that
         holds none."""

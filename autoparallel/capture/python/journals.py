@@ -86,9 +86,9 @@ class Journal:
 
 
 _SEQUENCE = (
-    "__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__", "__eq__", "__ne__", "__lt__",
-    "__le__", "__gt__", "__ge__", "__add__", "__mul__", "__imul__", "__rmul__", "__reversed__", "__repr__", "index",
-    "count", "copy", "pop", "remove", "reverse", "insert",
+    "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__",
+    "__ge__", "__add__", "__mul__", "__imul__", "__rmul__", "__reversed__", "__repr__", "index", "count", "copy", "pop",
+    "remove", "reverse", "insert",
 )  # fmt: skip
 
 
@@ -100,6 +100,12 @@ class _Sequence(Journal):
     def clear(self: Any) -> None:
         super().clear()  # type: ignore[misc]
         self.keeps = False
+
+    def __getitem__(self: Any, place: Any) -> Any:
+        """An entry that the call has added, counted from the end; all of them where it has emptied the list."""
+        is_own = isinstance(place, int) and -self.kind.__len__(self) < place < 0
+        self.require(is_own or not self.keeps)
+        return self.kind.__getitem__(self, place)
 
     def change(self: Any) -> Entries | None:
         added = [entry for entry in self.kind.__iter__(self) if entry is not _EARLIER]
@@ -157,6 +163,18 @@ for _name in ("__getitem__", "__contains__", "__delitem__", "get", "pop", "setde
 
 KINDS: Mapping[type, type[Journal]] = {list: _List, deque: _Deque, dict: _Dict}
 """The kinds of containers for which a journal may stand."""
+
+
+def without_journals(value: Any) -> Any:
+    """What a call returns, with plain containers in the places of journals, which it must have emptied."""
+    if isinstance(value, Journal):
+        value.require(not value.keeps)
+    elif type(value) not in (list, tuple, dict):
+        return value
+    kind = getattr(value, "kind", type(value))
+    if isinstance(value, dict):
+        return {key: without_journals(entry) for key, entry in value.items()}
+    return kind(map(without_journals, value))
 
 
 def journal_of(container: Any, label: str) -> Journal:
