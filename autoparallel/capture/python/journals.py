@@ -86,9 +86,9 @@ class Journal:
 
 
 _SEQUENCE = (
-    "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__",
-    "__ge__", "__add__", "__mul__", "__imul__", "__rmul__", "__reversed__", "__repr__", "index", "count", "copy", "pop",
-    "remove", "reverse", "insert",
+    "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__", "__eq__", "__ne__", "__lt__", "__le__",
+    "__gt__", "__ge__", "__add__", "__mul__", "__imul__", "__rmul__", "__reversed__", "__repr__", "index", "count",
+    "copy", "pop", "remove", "reverse", "insert",
 )  # fmt: skip
 
 

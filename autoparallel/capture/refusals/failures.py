@@ -231,6 +231,7 @@ _CALL = (
 
 _ATTRIBUTE = re.compile(r"\b\w+\.(\w+)")
 _LOOPS = re.compile(r"\s*(async )?for\b(?!.*\b(range|int|item|tolist)\()")
+_FLOAT = re.compile(r"\bfloat\(")
 _DECIDES = re.compile(r"\s*(if|elif|while|assert)\b|\bif\b.+\belse\b|\b(any|all|bool)\(")
 
 
@@ -260,9 +261,13 @@ def _explain_value(error: Exception, modules: list[nn.Module], line: str) -> tup
         )
     if _DECIDES.search(line):
         return "Python takes a way that depends on a tensor's values", INSTEAD_OF_WAYS
+    if _FLOAT.search(line):
+        return "a tensor's value is read into Python by float()", (
+            "write x.item() in the place of float(x), a number that may be computed with, given to operators, kept and "
+            "returned; or keep it a tensor"
+        )
     return "a tensor's value is read into Python", (
-        "keep it a tensor (no int(), float(), .item(), .tolist()), or compute it before the call and pass it in as a "
-        "number"
+        "keep it a tensor (no int(), .tolist()), or compute it before the call and pass it in as a number"
     )
 
 
