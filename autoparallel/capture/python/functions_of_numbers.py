@@ -32,6 +32,8 @@ _OF_OPEN: Mapping[str, Callable[..., Any]] = {
     "log": _log,
     "fabs": lambda x: abs(torch.sym_float(x)),
     "pow": _power,
+    "radians": lambda x: torch.sym_float(x) * (math.pi / 180),
+    "degrees": lambda x: torch.sym_float(x) * (180 / math.pi),
 }
 
 

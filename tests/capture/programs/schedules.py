@@ -65,7 +65,7 @@ def functions_that_are_imported(run: Run) -> None:
 def powers(run: Run) -> None:
     class Powers(Stepping):
         def weight(self) -> Any:
-            return 0.99**self.step * math.pow(self.rate, 3) + math.tanh(self.rate) + math.fabs(-self.rate)
+            return 0.99**self.step * math.pow(self.rate, 3) + math.tanh(self.rate) + math.sin(math.radians(self.step))
 
     over_lengths(run, Powers(), (6,) * 12)
 
