@@ -204,7 +204,7 @@ class GlobalsRead:
             loads = None if is_library(code.co_filename) or self._is_foreign(frame) else loads_of(code)
             self._codes[id(code)] = code, loads
             if loads is not None:
-                self._note_globals(frame, loads.globals)
+                self._note_globals(frame, loads)
                 self._note_comparisons(frame, loads.compared)
                 self._note_imports(frame, loads.imports)
                 self._note_defaults(frame)
@@ -232,8 +232,9 @@ class GlobalsRead:
         """Keeps the first problem, for when the model's call is over."""
         self._problem = self._problem or problem
 
-    def _note_globals(self, frame: types.FrameType, chains: frozenset[tuple[str, ...]]) -> None:
-        table = frame.f_globals
+    def _note_globals(self, frame: types.FrameType, loads: Loads) -> None:
+        table, chains = frame.f_globals, loads.globals
+        installed = is_installed(frame.f_code.co_filename)
         if ("globals",) in chains and "globals" not in table:  # any of them
             chains |= {(name,) for name, value in table.items() if is_plain(value) and not name.startswith("__")}
         for name, *attributes in sorted(chains):
@@ -242,14 +243,16 @@ class GlobalsRead:
                 continue
             if isinstance(value, dict | WeakKeyDictionary):
                 ids = {*map(_key_id, value)}
-                if not ids.isdisjoint(self._members) or ("type",) in chains and not ids.isdisjoint(self._classes):
+                # A package that fills a table where a type is missing finds for ours what it finds for theirs.
+                by_types = ("type",) in chains and not (installed and name in loads.filled)
+                if not ids.isdisjoint(self._members) or by_types and not ids.isdisjoint(self._classes):
                     self._refuse(
                         f"the model looks itself up in {name}, a {type(value).__name__} by modules, tensors or types, "
                         f"in {line_of_frame(frame)}: what is traced, a copy, is not among them\n"
                         "What to change: keep what is there in attributes of the modules."
                     )
             if attributes and not is_plain(value) and not _is_container(value):
-                if is_data(value) and not is_installed(frame.f_code.co_filename):
+                if is_data(value) and not installed:
                     self._owners[id(value)] = value  # perhaps it is a method, which reads others
                 self._add_chain(name, value, tuple(attributes), frame)
             else:

@@ -15,6 +15,7 @@ class Loads:
         imports: the modules that it imports, with what it reads of them.
         bases: the attributes that are read of ``super()``.
         compared: the globals in lines that compare, where the function asks for the type of something.
+        filled: the globals into which the function stores by a key, as into a cache.
     """
 
     def __init__(self, code: types.CodeType) -> None:
@@ -27,6 +28,8 @@ class Loads:
         lines: dict[int | None, set[tuple[str, ...]]] = {}  # the globals by the lines that load them
         comparing: set[int | None] = set()  # the lines that compare
         asks_type = False
+        filled: set[str] = set()
+        before = last = ("", "")  # the two instructions before
         line: int | None = None
 
         def end() -> None:
@@ -39,6 +42,9 @@ class Loads:
         for instruction in dis.get_instructions(code):
             name, value = instruction.opname, str(instruction.argval)
             asks_type |= name == "LOAD_ATTR" and value == "__class__"
+            if name == "STORE_SUBSCR" and before[0] in ("LOAD_GLOBAL", "LOAD_NAME"):
+                filled.add(before[1])
+            before, last = last, (name, value)
             if chain and name in ("LOAD_ATTR", "LOAD_METHOD"):
                 chain.append(value)
                 continue
@@ -65,7 +71,7 @@ class Loads:
                 chain, kind = [value], "first"
         end()
         self.globals, self.cells, self.first, self.imports = map(frozenset, chains.values())
-        self.bases = frozenset(bases)
+        self.bases, self.filled = frozenset(bases), frozenset(filled)
         asks_type |= ("type",) in self.globals
         compared = [loaded for at, loaded in lines.items() if at in comparing]
         self.compared = frozenset().union(*compared if asks_type else ())

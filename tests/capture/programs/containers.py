@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserList
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -149,6 +149,33 @@ SCALES: dict[type[nn.Module], float] = {nn.Linear: 2.0}
 class LooksItsTypeUp(Two):
     def forward(self, x: Tensor) -> Tensor:  # refused
         return self.a(x) * SCALES.get(type(self.b), 1.0)
+
+
+# As in einops, whose functions find what computes for a tensor by its type.
+FILLED = """
+from torch import Tensor
+from tests.capture.programs.inplace import Two
+
+SCALES = {Tensor: 2.0}
+
+def scale_of(x):
+    kind = type(x)
+    if kind not in SCALES:
+        SCALES[kind] = 2.0 if isinstance(x, Tensor) else 1.0
+    return SCALES[kind]
+
+class Scaled(Two):
+    def forward(self, x):
+        return self.a(x) * scale_of(x)
+"""
+
+
+@program(ranks=True)
+def fills_a_table_by_types() -> nn.Module:
+    """Of an installed package."""
+    names: dict[str, Any] = {"__name__": "installed"}
+    exec(compile(FILLED, "/site-packages/installed.py", "exec"), names)
+    return cast(nn.Module, names["Scaled"]())
 
 
 @dataclass
