@@ -220,6 +220,20 @@ BASIC: dict[Any, Callable[[Draw], Any]] = {
 }
 """What draws once, whatever it is given; an operator whose name ends in "_" fills its first argument."""
 
+for _target, _name in [
+    (aten.rand.default, "generator"),
+    (aten.rand_like.default, "generator"),
+    (aten.randn.default, "generator"),
+    (aten.randn_like.default, "generator"),
+    (aten.randint.default, "generator"),
+    (aten.randint.low, "low_generator"),
+    (aten.randint_like.default, "generator"),
+    (aten.randint_like.low_dtype, "low_generator_dtype"),
+    (aten.randperm.default, "generator"),
+]:  # what torch calls for ``generator=None`` as well
+    if _name in _target.overloadpacket.overloads():  # some came with later versions
+        BASIC[getattr(_target.overloadpacket, _name)] = BASIC[_target]
+
 
 class EagerEmit:
     """Calls operators."""

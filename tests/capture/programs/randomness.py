@@ -70,6 +70,17 @@ class Noise(Two):
 
 
 @program(random=True, ranks=True)
+class NoGenerator(Two):
+    """A function hands its ``generator=None`` on (the posterior of an autoencoder of diffusers)."""
+
+    def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        h = self.a(x) + torch.randn(x.shape, generator=generator, dtype=x.dtype)
+        h = h * torch.rand(x.shape, generator=generator, dtype=x.dtype)
+        signs = torch.randint(2, (8,), generator=generator) * torch.randint(1, 3, (8,), generator=generator)
+        return self.b(h * signs)[:, torch.randperm(8, generator=generator)]
+
+
+@program(random=True, ranks=True)
 class Reparameterized(Two):
     """A VAE's sample."""
 
