@@ -190,7 +190,7 @@ def compile(
     staged = PIPELINE_AXIS in (mesh.mesh_dim_names or ())
     if pipeline is not None and not staged and not is_open:
         raise ValueError("pipeline=... was given, but the mesh has no axis named 'pp' for it")
-    unable = refusal(precision, outputs, grad_scaler, {p.dtype for p in model.parameters()})
+    unable = refusal(precision, outputs, grad_scaler, {p.dtype for p in _torch.tensors.parameters_of(model)})
     means, unable = _settle_microbatches(means, staged, unable)
     mesh = with_data_axis(mesh) if staged else mesh
     inner = inner_mesh(mesh, PIPELINE_AXIS) if staged else mesh
@@ -219,7 +219,7 @@ def compile(
     prefix = bind(mesh)
     with Progress(type(model).__name__, agreement.is_first).phase("parameters"):
         buffers = dict(_torch.tensors.sorted_buffers(model)).values()
-        tensors = [t.detach() for t in (*model.parameters(), *buffers) if t.device.type != "meta"]
+        tensors = [t.detach() for t in (*_torch.tensors.parameters_of(model), *buffers) if t.device.type != "meta"]
         broadcast(tensors, agreement.ranks, whole_group(prefix))
         make_dtensors(model, mesh)
     handle_operators()

@@ -15,6 +15,11 @@ from torch.utils import _pytree as pytree
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype})
 
 
+def parameters_of(model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
+    """All parameters of a model, also where its class has a ``parameters()`` that gives an optimizer some of them."""
+    return torch.nn.Module.parameters(model)
+
+
 def named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The parameters and buffers of a model, those that are tied by each of their names."""
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]

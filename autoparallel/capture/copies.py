@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from autoparallel import _torch
 from autoparallel._torch.export import keep_lines_of
 from autoparallel._torch.nn import laid_out_by_nobody
 from autoparallel.capture.caches import asks_for_cache, make_no_caches
@@ -68,7 +69,8 @@ class Copies:
         self.recorders: list[Recorder] = []
         self.journals: set[str] = set()
         self.owners = _owners_of(model)
-        self.fakes: dict[int, Any] = {id(t): self._fake(t) for t in (*model.parameters(), *model.buffers())}
+        registered = (*_torch.tensors.parameters_of(model), *model.buffers())
+        self.fakes: dict[int, Any] = {id(t): self._fake(t) for t in registered}
         args, kwargs = inputs.arguments[0], without_attributes(inputs.arguments[1])[0]
         self._cached = asks_for_cache(model.forward, args[:-1] if loss_fn is not None else args, kwargs)
         tensors = plain_tensors(model)

@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autoparallel import _torch
+
 PIPELINE_AXIS = "pp"
 """The mesh axis that splits the model into stages."""
 
@@ -91,7 +93,7 @@ def count_ranks() -> int:
 
 def device_of(model: nn.Module) -> str:
     """The kind of device that a model is on; the cpu for one on the meta device."""
-    return next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
+    return next((p.device.type for p in _torch.tensors.parameters_of(model) if p.device.type != "meta"), "cpu")
 
 
 def elsewhere(tensor: torch.Tensor, mesh: DeviceMesh, moved: str = "it") -> str | None:

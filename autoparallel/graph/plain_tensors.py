@@ -19,6 +19,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autoparallel import _torch
 from autoparallel.graph.python_state import MISSING, is_data
 
 LOSS = "the loss function"
@@ -87,7 +88,7 @@ def note_replaced(parameter: nn.Parameter, new: nn.Parameter, path: str) -> None
 
 def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors that are no parameters and no buffers, by where they are."""
-    registered = {id(t) for t in (*model.parameters(), *model.buffers())}
+    registered = {id(t) for t in (*_torch.tensors.parameters_of(model), *model.buffers())}
     modules = {id(m) for m in model.modules()}
     tensors: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():

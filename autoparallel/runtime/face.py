@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Self
 
@@ -93,6 +93,11 @@ class Face(nn.Module):
         self.train(False)
         self._plain.eval()
         return self
+
+    def parameters(self, *args: Any, **kwargs: Any) -> Iterator[nn.Parameter]:
+        """The parameters, or those of them that the plain model's class gives an optimizer."""
+        plain = self.__dict__.get("_plain")
+        return super().parameters(*args, **kwargs) if plain is None else plain.parameters(*args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Freezes parameters, or trains them again, as the plain model's class does."""

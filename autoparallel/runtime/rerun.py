@@ -119,7 +119,7 @@ class Rerun:
         Raises:
             RuntimeError: where there are gradients already.
         """
-        if any(p.grad is not None for p in self._model.parameters()):
+        if any(p.grad is not None for p in _torch.tensors.parameters_of(self._model)):
             raise RuntimeError("Rerun computes a step's gradients from none: call zero_grad() before it")
         state = _State(self._model)
         norm = compute()

@@ -119,7 +119,7 @@ class GlobalsRead:
 
     def __init__(self, owners: tuple[Any, ...], packages: frozenset[str], model: torch.nn.Module) -> None:
         self._packages = packages
-        self._members = {id(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
+        self._members = {id(x) for x in (*model.modules(), *_torch.tensors.parameters_of(model), *model.buffers())}
         self._classes = {*map(id, (torch.Tensor, torch.nn.Parameter, *map(type, model.modules())))}
         self._roots: dict[Hashable, Root] = {}
         self._codes: dict[int, tuple[types.CodeType, Loads | None]] = {}

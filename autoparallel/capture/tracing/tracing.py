@@ -276,7 +276,7 @@ def _to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     if listening() is None:
         return _TO(self, *args, **kwargs)
     dtype = _torch.nn.dtype_of_cast(*args, **kwargs)
-    tensors = (*self.parameters(), *self.buffers())
+    tensors = (*_torch.tensors.parameters_of(self), *self.buffers())
     if dtype is not None and any(x.dtype != dtype for x in tensors if x.is_floating_point() or x.is_complex()):
         raise refuse(
             f"a {type(self).__name__} is cast to {dtype} inside of the model",

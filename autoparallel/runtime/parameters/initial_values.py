@@ -100,7 +100,7 @@ def find_units(model: nn.Module) -> list[Unit]:
 @contextmanager
 def set_already(model: nn.Module) -> Iterator[None]:
     """Inside, what a model of transformers sets of its parameters is left as it is, but for those of a unit."""
-    marked = [t for t in (*model.parameters(), *model.buffers()) if not hasattr(t, _MARK)]
+    marked = [t for t in (*_torch.tensors.parameters_of(model), *model.buffers()) if not hasattr(t, _MARK)]
     for tensor in marked:
         setattr(tensor, _MARK, True)
     try:

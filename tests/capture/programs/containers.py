@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserList
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
@@ -168,6 +169,17 @@ class Scaled(Two):
     def forward(self, x):
         return self.a(x) * scale_of(x)
 """
+
+
+@program(ranks=True)
+class GivesSomeParameters(Two):
+    """Of which an optimizer is made: the other layer keeps its values."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:  # type: ignore[override]
+        return self.b.parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
 
 
 @program(ranks=True)
