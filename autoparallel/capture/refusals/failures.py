@@ -118,8 +118,9 @@ _SYMPTOMS = (
     ),
     _Symptom(
         r"Unsupported input type|Unfamiliar meta val|^expected \d+ shapes, got \d+",
-        "set a function, a dtype, a device, an enum or a module as an attribute of the model (model.act = "
-        "torch.tanh), which belongs to the kind of call, or pass a string or a number that says which to take",
+        "pass the tensors that an object holds (model(data.x, data.edge_index)); set a function, a dtype, a device, an "
+        "enum or a module as an attribute of the model (model.act = torch.tanh), which belongs to the kind of call, or "
+        "pass a string or a number that says which to take",
         "an argument is neither a tensor nor a number, a string or None, nor a container of these",
     ),
     _Symptom("", "", kind="UncapturedHigherOrderOpError"),
