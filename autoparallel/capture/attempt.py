@@ -286,7 +286,7 @@ class Attempt:
         cast = torch.autocast(self.device, self.autocast, enabled=self.autocast is not None)
         try:
             with only_the_users(), parametrizations_made_anew(), without_trackers(), cast, computing_on(self.device):
-                captured = self._capture()
+                captured = self._capture_with_journals()
         finally:
             self.reads_values |= has_unknown_sizes(self.mode) or any(run.reads_values for run in self.rehearsals)
             torch.set_grad_enabled(before)
@@ -298,6 +298,15 @@ class Attempt:
         if rest := [node for node in marked if node.meta["backward"] and layer_of(node) not in layers]:
             LOGGER.warning(NOT_AGAIN, line_of(rest[0]))
         return captured
+
+    def _capture_with_journals(self) -> Captured:
+        """Captures the model once more for each list or dict of which a run shows that a call adds to it."""
+        while True:
+            try:
+                return self._capture()
+            except ContainerChangedError as error:
+                self.copies.journals.add(error.label)
+                self.rehearsals.clear()
 
     def _rehearse(self, whole: Training) -> tuple[list[Stack], Exception | None]:
         """Runs the whole model, without a trace, to see what it reads of Python: the stacks of layers that need not be
@@ -329,15 +338,13 @@ class Attempt:
     def _capture(self) -> Captured:
         reads = self._reads
         with self.mode:
-            while True:
-                whole = self.copies.make()
-                try:
-                    stacks, failed = self._rehearse(whole)
-                    break
-                except ContainerChangedError as error:
-                    self.copies.journals.add(error.label)
-                except StateChangedError as error:
-                    raise _with_line(error, self.copies.make(), self._make_reads(), self.run) from None
+            whole = self.copies.make()
+            try:
+                stacks, failed = self._rehearse(whole)
+            except ContainerChangedError:
+                raise
+            except StateChangedError as error:
+                raise _with_line(error, self.copies.make(), self._make_reads(), self.run) from None
             written = whole.recorder.written
             if any(value.fills for value in written.values()) and not failed and not self.may_read:
                 self._of_next = self._read_of_next(written)

@@ -17,7 +17,7 @@ from autoparallel.graph.python_state import is_plain
 ARGUMENTS = "entries of its arguments"
 """The name under which a trace keeps the changes, beside the attributes that a call sets."""
 
-ENTRIES = "[...]"
+ENTRIES = "[:]"
 """How the name of a container of the model ends under which a trace keeps what a call changes in it."""
 
 Container = dict[Any, Any] | list[Any]

@@ -1,7 +1,7 @@
 """Tensors that a model holds without having registered them.
 
-A plain attribute is read at every call like a buffer; tensors in lists, dicts and objects are constants of the program,
-by reference: what is changed in them in place is seen.
+A plain attribute, or an entry of a dict that is one (``self.cache["cpu"]``), is read at every call like a buffer;
+tensors in lists and objects are constants of the program, by reference: what is changed in them in place is seen.
 """
 
 from __future__ import annotations
@@ -156,27 +156,58 @@ def not_copied(model: nn.Module) -> list[Any]:
 
 
 def is_attribute(model: nn.Module, name: str) -> bool:
-    """Whether a tensor is an attribute of a module, not one in a container, and hides none of its class."""
+    """Whether a tensor is an attribute of a module that hides none of its class, or an entry of a dict that is one."""
     path, _, attribute = name.rpartition(".")
     try:
         module = model.get_submodule(path)
     except AttributeError:
         return False
+    if entry := _ENTRY.fullmatch(attribute):
+        table = vars(module).get(entry[1])
+        return type(table) is dict and any(f"{entry[1]}[{key!r}]" == attribute and has_place(key) for key in table)
     return isinstance(vars(module).get(attribute), torch.Tensor) and not hasattr(type(module), attribute)
 
 
+def has_place(key: Any) -> bool:
+    """Whether an entry of a dict has a label of its own: that of the dict, and the text of its key in brackets."""
+    if type(key) is tuple:
+        return all(map(has_place, key))
+    return type(key) is int or type(key) is str and not {".", "[", "]"} & {*key}
+
+
+_ENTRY = re.compile(r"([^.\[]+)\[([^.]+)\]")
+
+
+def place_of(holder: Any, attribute: str) -> tuple[Any, Any]:
+    """The dict and the key of an entry of a dict that is an attribute; for an attribute the holder, and its name."""
+    entry = _ENTRY.fullmatch(attribute)
+    return (getattr(holder, entry[1]), ast.literal_eval(entry[2])) if entry else (holder, attribute)
+
+
+def set_at(holder: Any, attribute: str, value: Any) -> None:
+    """Sets an attribute, or an entry of a dict that is one."""
+    place, key = place_of(holder, attribute)
+    if place is holder:
+        setattr(holder, attribute, value)
+    else:
+        place[key] = value
+
+
 def make_buffer(model: nn.Module, name: str) -> None:
-    """Makes a plain attribute of a copy a buffer, so that a trace takes it as an input."""
+    """Makes a plain attribute of a copy a buffer, so that a trace takes it as an input; an entry of a dict, which stays
+    there, becomes one as well."""
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
-    tensor = vars(module).pop(attribute)
+    tensor = tensor_at(model, name)
+    vars(module).pop(attribute, None)
     module.register_buffer(attribute, tensor, persistent=False)
 
 
 def tensor_at(model: nn.Module, name: str) -> torch.Tensor:
-    """A parameter, a buffer, or a tensor that is a plain attribute, by its path."""
+    """A parameter, a buffer, or a tensor that is a plain attribute or an entry of one, by its path."""
     path, _, attribute = name.rpartition(".")
-    value: torch.Tensor = getattr(model.get_submodule(path), attribute)
+    holder, key = place_of(model.get_submodule(path), attribute)
+    value: torch.Tensor = holder[key] if isinstance(holder, dict) else getattr(holder, key)
     return value
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from autoparallel.capture.python.containers import leaves_of
+from autoparallel.capture.python.containers import is_same, leaves_of
 from autoparallel.capture.python.watched import may_leave
 from autoparallel.graph.captured import CaptureError, refusal
+from autoparallel.graph.plain_tensors import has_place
 from autoparallel.graph.python_state import MISSING, is_plain
 
 IN_THE_MODEL = "keep what changes in the model, as a registered buffer"
@@ -68,6 +69,26 @@ def is_first_value(before: Any, now: Any) -> bool:
     return (before is MISSING or before is None) and all(
         not leaf.requires_grad if isinstance(leaf, torch.Tensor) else is_plain(leaf) for leaf in leaves_of(now)
     )
+
+
+def entries_set(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> dict[Any, Any] | None:
+    """What a call has set in a dict, as in a cache for each device: few new entries, and tensors in the place of
+    others; None where it has done anything else."""
+    if list(now)[: len(before)] != list(before) or len(now) > max(_MOST_ENTRIES, len(before)):
+        return None
+    entries = {key: x for key, x in now.items() if key not in before or not is_same(before[key], x)}
+    may_be_set = all(has_place(key) and _may_be_set(before.get(key, MISSING), x) for key, x in entries.items())
+    return entries if may_be_set else None
+
+
+def _may_be_set(before: Any, now: Any) -> bool:
+    if isinstance(before, torch.Tensor):  # its values are read when the program runs
+        return isinstance(now, torch.Tensor) and not now.requires_grad
+    return before is MISSING and is_first_value(before, now)
+
+
+_MOST_ENTRIES = 8
+"""Each new one is another kind of call."""
 
 
 def advice_on(value: Any) -> str:

@@ -7,13 +7,22 @@ from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
 
-from autoparallel.capture.python.changes import ContainerChangedError, StateChangedError, require_may_leave
-from autoparallel.capture.python.containers import BY_VALUE, entries_of, flat, holds, holds_the_same, is_same
+from torch import nn
+
+from autoparallel.capture.python.changes import (
+    ContainerChangedError,
+    StateChangedError,
+    Written,
+    entries_set,
+    require_may_leave,
+)
+from autoparallel.capture.python.containers import BY_VALUE, entries_of, flat, holds, holds_the_same, is_same, refill
 from autoparallel.capture.python.journals import CURE, KINDS, Journal, changes, journal_of
 from autoparallel.capture.python.watched import Watched, is_bookkeeping
 from autoparallel.graph.captured import refusal, refused_draw
 from autoparallel.graph.changed_arguments import ENTRIES
 from autoparallel.graph.generators import GENERATORS
+from autoparallel.graph.plain_tensors import LOSS
 from autoparallel.graph.python_state import freeze, is_plain, slots_of
 
 
@@ -54,22 +63,67 @@ class HeldContainers:
         of_all = (places for _, places in self._journals if any(w is watched and n == name for w, n in places))
         return next(((w, n) for places in of_all for w, n in places if n in w.reads), None)
 
-    def require_unchanged(self) -> None:
-        """Raises where a run has changed one for which no journal stands."""
-        number = next((i for i in range(len(self._entries)) if self.is_changed(i)), None)
-        if number is None:
-            return
+    def taken(self, noted: dict[str, Written]) -> dict[str, Any]:
+        """What a run has set in dicts, and added where journals stand, by the names under which a trace keeps that;
+        what they were is put back.
+
+        Args:
+            noted: the attributes that the run has set, to which the entries of dicts are added.
+
+        Raises:
+            CaptureError: where it has changed one otherwise.
+        """
+        changed: dict[str, Any] = {}
+        for number, (container, before) in enumerate(self._entries):
+            if self.is_changed(number):
+                entries = self._entries_set(container, before)
+                if not entries:
+                    raise self._refused(number)
+                changed |= {label: x.value for label, x in entries.items()}
+                noted |= entries
+                refill(container, before)
+        for journal, places in self._journals:
+            if change := journal.change():
+                watched, name = self.holder_of_journal(*places[0]) or places[0]
+                label, line, new = watched.label(name), "an unknown line", change[1]
+                require_may_leave(new, label, line)
+                if isinstance(new, dict) and not all(map(is_plain, new)):
+                    raise refusal(changes(label, dict), line, "take numbers and strings as keys")
+                changed[f"{label}{ENTRIES}"] = list(change)
+        return changed
+
+    def growing(self) -> ContainerChangedError | None:
+        """The error of the first that a run has changed and for which a journal may stand."""
+        refusals = (self._refused(number) for number in range(len(self._entries)) if self.is_changed(number))
+        return next((error for error in refusals if isinstance(error, ContainerChangedError)), None)
+
+    def _entries_set(self, container: Any, before: Any) -> dict[str, Written]:
+        """What a run has set in a dict that is an attribute of a module; nothing where it has changed a container
+        otherwise."""
+        entries = entries_set(before, container) if type(container) is dict else None
+        places = ((w, name) for w in self._watched for name, x in vars(w.copy).items() if x is container)
+        watched, name = next(places, (None, ""))
+        if not entries or watched is None or not isinstance(watched.copy, nn.Module):
+            return {}
+        if watched.path.partition(".")[0] == LOSS:
+            return {}
+        table = vars(watched.original)[name]
+        return {
+            f"{watched.label(name)}[{key!r}]": Written(table, key, value, fills=False) for key, value in entries.items()
+        }
+
+    def _refused(self, number: int) -> StateChangedError:
+        """The refusal of what a run has changed; perhaps a journal may stand for it."""
         container = self._entries[number][0]
         what = self._label_of(container) or "a container of the model"
         if isinstance(container, GENERATORS):
             drawn = f"{what}, a {type(container).__name__}"
-            raise StateChangedError(partial(refused_draw, drawn), lambda r, _: r.containers.is_changed(number))
+            return StateChangedError(partial(refused_draw, drawn), lambda r, _: r.containers.is_changed(number))
         refused = StateChangedError.refusing(
             changes(what, type(container)), CURE, lambda r, _: r.containers.is_changed(number)
         )
-        if type(container) in KINDS and (label := self._label_of(container, itself=True)):
-            raise ContainerChangedError(refused, label)
-        raise refused
+        label = self._label_of(container, itself=True) if type(container) in KINDS else ""
+        return ContainerChangedError(refused, label) if label else refused
 
     def is_changed(self, number: int) -> bool:
         """Whether the run has changed one of them."""
@@ -85,19 +139,6 @@ class HeldContainers:
                 k: f for k, f in container.items() if k in entries or not is_bookkeeping(getattr(f, "__module__", ""))
             }
         return len(container) != len(entries) or not all(map(is_same, flat(container), flat(entries)))
-
-    def taken(self) -> dict[str, Any]:
-        """What the run has changed where journals stand, by the names under which a trace keeps that."""
-        changed: dict[str, Any] = {}
-        for journal, places in self._journals:
-            if change := journal.change():
-                watched, name = self.holder_of_journal(*places[0]) or places[0]
-                label, line, new = watched.label(name), "an unknown line", change[1]
-                require_may_leave(new, label, line)
-                if isinstance(new, dict) and not all(map(is_plain, new)):
-                    raise refusal(changes(label, dict), line, "take numbers and strings as keys")
-                changed[f"{label}{ENTRIES}"] = list(change)
-        return changed
 
     def _label_of(self, container: Any, itself: bool = False) -> str:
         """The label of an attribute that is a container, or holds it; empty where there is none.

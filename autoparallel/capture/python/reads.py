@@ -26,6 +26,8 @@ def note_read(state: PythonState, watched: Watched, name: str) -> None:
     is_tensor = isinstance(table.get(name), torch.Tensor) and not hasattr(type(owner), name)
     if is_tensor and isinstance(owner, nn.Module):  # the program reads it; of other objects it holds the tensor
         state.watch(label, _tensor_reader(table, name), (id(table), name))
+    elif type(table.get(name)) is dict and isinstance(owner, nn.Module):
+        state.watch(label, _entries_reader(watched, name), (id(table), name))
     elif name in slots_of(owner):
         state.watch(label, partial(getattr, owner, name, MISSING), (id(table), name))
     elif name in table or not hasattr(type(owner), name):
@@ -54,6 +56,22 @@ def note_read_of_class(state: PythonState, cls: type, name: str) -> None:
     """Notes an attribute of a class, which is one of the classes that it is derived from."""
     cls = next((c for c in cls.__mro__ if name in vars(c)), cls)
     state.add(f"{cls.__module__}.{cls.__qualname__}.{name}", vars(cls), name, owner=cls)
+
+
+def _entries_reader(watched: Watched, name: str) -> Callable[[], Any]:
+    """Reads a dict; of the tensors in it whose values a program reads when it runs, what it must know of them."""
+    table, buffers = vars(watched.original), vars(watched.copy)["_buffers"]
+    keys = {key for key in table[name] if f"{name}[{key!r}]" in buffers}
+
+    def form_of(key: Any, value: Any) -> Any:
+        is_read = key in keys and isinstance(value, torch.Tensor)
+        return (tuple(value.shape), value.dtype, value.requires_grad) if is_read else value
+
+    def read() -> Any:
+        value = table.get(name)
+        return {key: form_of(key, x) for key, x in value.items()} if type(value) is dict else value
+
+    return read
 
 
 def _tensor_reader(table: Mapping[str, Any], name: str) -> Callable[[], Any]:

@@ -212,7 +212,7 @@ class Recorder:
         label, value = watched.label(name), vars(watched.original).get(name)
         if self._refusal:
             return
-        if label in self._trained:
+        if label in self._trained and not self.containers.holder_of_journal(watched, name):
             self._refusal = refusal(
                 f"{self._trained[label]} is a parameter or trained, but it is not among the model's parameters; it is "
                 "read",
@@ -252,7 +252,7 @@ class Recorder:
         """
         self._recording = False
         if self._refusal:
-            raise self._refusal
+            raise self.containers.growing() or self._refusal
         if name := self.changed_class():
             raise StateChangedError.refusing(
                 f"a call changes an attribute of a class, {name},",
@@ -286,15 +286,14 @@ class Recorder:
                     self._take(watched, name, line, written)
                 else:
                     self._take_unseen(watched, name, written)
-        self.containers.require_unchanged()
-        written |= self.containers.taken()
+        written |= self.containers.taken(self.written)
         if self._changes:
             (_, _, refused), *_ = self._changes.values()
             changes = {label: (now, line) for label, (now, line, _) in self._changes.items()}
             raise ChangesAttributesError(str(refused), changes)
         for watched in self._watched.values():
             watched.writes.clear()
-        return dict(sorted(written.items()))
+        return dict(sorted(written.items(), key=_attribute_of))
 
     def changed_class(self) -> str:
         """An attribute of a class that the run has set, which the class made for recording has got; empty for none."""
@@ -503,3 +502,9 @@ class Recorder:
         for cls, name in sorted(self._class_reads, key=str):
             note_read_of_class(state, cls, name)
         return state
+
+
+def _attribute_of(entry: tuple[str, Any]) -> tuple[str, str]:
+    """Where something is set: entries of one dict stay in the order in which the call has set them."""
+    path, _, attribute = entry[0].rpartition(".")
+    return path, attribute.partition("[")[0]

@@ -21,7 +21,7 @@ from autoparallel.graph.captured import Captured, leaf_value
 from autoparallel.graph.changed_arguments import ARGUMENTS, ENTRIES, change_entries, make_changes
 from autoparallel.graph.lines import place_of_error
 from autoparallel.graph.nesting import unflatten
-from autoparallel.graph.plain_tensors import attribute_at, holder_of, rebind, tensor_at
+from autoparallel.graph.plain_tensors import attribute_at, holder_of, rebind, set_at, tensor_at
 from autoparallel.operators import RandomState
 from autoparallel.runtime.calls.kinds import Kind, KindMaker, Kinds, ReadCall
 from autoparallel.runtime.gradients.accumulation import Weight, expected_count
@@ -136,7 +136,7 @@ def _deliver(
         if name in captured.registered and attribute not in holder._buffers:
             holder.register_buffer(attribute, value, captured.registered[name])
         else:
-            setattr(holder, attribute, value)
+            set_at(holder, attribute, value)
     leaves = [leaf_value(leaf, values, sizes) for leaf in captured.outputs]
     outputs = (unflatten if captured.returns_fields else pytree.tree_unflatten)(leaves, captured.output_spec)
     return release(outputs, call.caches) if captured.returns_caches else outputs

@@ -469,7 +469,7 @@ class RegistersWhatHasAGradient(Two):
         return self.b(h)
 
 
-@loop(refused="longest so far")
+@loop()
 def tables_by_length(run: Run) -> None:
     """A dict by the length holds one for each."""
 
@@ -480,7 +480,7 @@ def tables_by_length(run: Run) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             if x.shape[1] not in self.tables:
-                self.tables[x.shape[1]] = angles(x.shape[1], x).cos()  # refused
+                self.tables[x.shape[1]] = angles(x.shape[1], x).cos()
             return self.b(self.a(x) * self.tables[x.shape[1]])
 
     over_lengths(run, Tables())

@@ -134,6 +134,10 @@ class StacksItsHistory(Logging):
 
 @program(refused="as an output")
 class CountsByName(Logging):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stats["calls"] = 0
+
     def forward(self, x: Tensor) -> Tensor:
-        self.stats["calls"] = self.stats.get("calls", 0) + 1  # refused
+        self.stats["calls"] += 1  # refused
         return self.b(self.a(x))
