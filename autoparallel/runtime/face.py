@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Self
@@ -9,9 +10,11 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.runtime.parameters.slices import lay_like
+from autoparallel.runtime.programs.runner import refuse_gradient
 
 _TABLES = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
@@ -21,6 +24,13 @@ _TABLES = (
 
 _CONTAINER = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__", "__contains__")
 """What Python looks up on a class only: ``model[0]`` of an ``nn.Sequential``."""
+
+
+_OF_METHOD = (
+    "what the method {name} returns is differentiated, which ran on full parameters that are gathered for the call, "
+    "and not trained\nWhat to change: compute it in forward (compile a module around the model, whose forward calls "
+    "{name} and returns this beside the rest), or detach() it."
+)
 
 
 def _of_plain(name: str) -> Callable[..., Any]:
@@ -77,8 +87,20 @@ class Face(nn.Module):
         """A method of the plain model that gathers the parameters while it runs."""
 
         def method(*args: Any, **kwargs: Any) -> Any:
+            trained = [torch.is_grad_enabled() and p.requires_grad for p in self._plain.parameters()]
             with self.whole() as plain:
-                return getattr(plain, name)(*args, **kwargs)
+                lent = list(itertools.compress(plain.parameters(), trained))
+                for parameter in lent:
+                    parameter.requires_grad_(True)  # so that results tell whether they are made of them
+                try:
+                    results = getattr(plain, name)(*args, **kwargs)
+                finally:
+                    for parameter in lent:
+                        parameter.requires_grad_(False)
+            return pytree.tree_map_only(torch.Tensor, refused, results) if lent else results
+
+        def refused(result: torch.Tensor) -> Any:
+            return refuse_gradient(result.detach(), _OF_METHOD.format(name=name)) if result.requires_grad else result
 
         return method
 

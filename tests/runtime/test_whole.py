@@ -172,6 +172,29 @@ def test_full_parameters_for_a_while(mesh: str) -> None:
         assert "an optimizer has made a step" in results["stepped"]
 
 
+def _methods_results() -> dict[str, Any]:
+    model, plain = pair("two ranks", methods=("generate", "score"))
+    tokens, hidden = tokens_of(), torch.ones(2, 8, dtype=torch.float64)
+    results: dict[str, Any] = {"a step": step(model, plain, adam(model, plain), 0)}
+    scores = model.score(hidden)
+    results["scores"] = off(scores, plain.score(hidden))
+    results["requires grad"] = scores.requires_grad, model.generate(tokens).requires_grad
+    results["with the loss"] = raised(lambda: (model(tokens, tokens) + scores.mean()).backward())
+    with torch.no_grad():
+        results["requires grad then"] = model.score(hidden).requires_grad
+    model.requires_grad_(False)
+    results["requires grad frozen"] = model.score(hidden).requires_grad
+    return results
+
+
+def test_what_a_method_returns_is_not_differentiated_in_silence() -> None:
+    for results in run_on_ranks(_methods_results, world_size=2):
+        assert results["a step"] < 1e-9 and results["scores"] < 1e-9
+        assert results["requires grad"] == (True, False)
+        assert "the method score returns is differentiated" in results["with the loss"]
+        assert not results["requires grad then"] and not results["requires grad frozen"]
+
+
 def _copies(mesh: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for when in ("before the plan", "after it"):

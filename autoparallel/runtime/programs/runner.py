@@ -228,5 +228,9 @@ def refuse_detached(captured: Captured, values: list[Any]) -> None:
                 'compile() for outputs that are whole and can be differentiated, or outputs="sharded" for such as lie '
                 "over the mesh"
             )
-            anchor = torch.zeros((), device=values[i].device, requires_grad=True)
-            values[i] = Refuse.apply(anchor, values[i], reason)
+            values[i] = refuse_gradient(values[i], reason)
+
+
+def refuse_gradient(value: torch.Tensor, reason: str) -> Any:
+    """A tensor that raises when it is differentiated."""
+    return Refuse.apply(torch.zeros((), device=value.device, requires_grad=True), value, reason)
