@@ -191,7 +191,7 @@ def _take_attributes(
     for name, nesting in reversed(trace_findings.attributes.items()):
         begin = end - nesting.num_leaves
         attributes[name], end = (nesting, list(outputs[begin:end])), begin
-    return dict(reversed(attributes.items())), list(outputs[:end])
+    return attributes, list(outputs[:end])
 
 
 _KINDS: dict[type, type] = {SymIntArgument: int, SymFloatArgument: float, SymBoolArgument: bool}

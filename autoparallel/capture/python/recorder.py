@@ -293,7 +293,8 @@ class Recorder:
             raise ChangesAttributesError(str(refused), changes)
         for watched in self._watched.values():
             watched.writes.clear()
-        return dict(sorted(written.items(), key=_attribute_of))
+        back_to_front = dict(reversed(written.items()))
+        return dict(sorted(back_to_front.items(), key=_attribute_of))
 
     def changed_class(self) -> str:
         """An attribute of a class that the run has set, which the class made for recording has got; empty for none."""
@@ -505,6 +506,7 @@ class Recorder:
 
 
 def _attribute_of(entry: tuple[str, Any]) -> tuple[str, str]:
-    """Where something is set: entries of one dict stay in the order in which the call has set them."""
+    """Where something is set: entries of one dict stay in the order in which the call has set them, but back to front,
+    as ``describe`` reads what stands behind the outputs."""
     path, _, attribute = entry[0].rpartition(".")
     return path, attribute.partition("[")[0]
