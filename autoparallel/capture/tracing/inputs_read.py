@@ -193,9 +193,10 @@ class InputsRead:
         """The arguments of a call with numbers where torch itself would read sizes from tensors."""
         if func in _SIZED_BY_REPEATS and "output_size" not in kwargs:
             repeats = kwargs.get("repeats", args[min(1, len(args) - 1)] if args else None)
-            if isinstance(repeats, Tensor) and repeats.numel() > 1:
-                total = self.read(_sum, repeats)
-                return args, kwargs if total is None else {**kwargs, "output_size": total}
+            if isinstance(repeats, Tensor) and (total := self.read(_sum, repeats)) is not None:
+                if repeats.numel() == 1 and len(args) + ("repeats" in kwargs) > 1:  # one for all
+                    return mapped((args, kwargs), lambda value: total if value is repeats else value)
+                return args, {**kwargs, "output_size": total}
         if func in _MADE_OF_SIZES:
             return mapped((args, kwargs), self._number)
         if func in _SIZED:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from tests.capture.registry import program
 from tests.capture.runner import numbers
@@ -71,6 +72,17 @@ class RepeatsByLengths(Reader):
         sums = h.new_zeros(h.shape[0], len(lengths), 8).index_add(1, parts, h)
         spread = sums.repeat_interleave(lengths, dim=1)
         return self.b(spread * parts[:, None])
+
+
+@program(batch=ragged, ranks=True)
+class RepeatsByOneLength(Reader):
+    """One count for all: of a row with a single image, as in NaViT."""
+
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        first = lengths[:1]
+        rows = torch.repeat_interleave(first), torch.arange(1).repeat_interleave(repeats=first), torch.arange(7)
+        spread = h.mean(1, keepdim=True).repeat_interleave(first, dim=1)
+        return self.b(spread) * int(first), self.b(h + pad_sequence([*rows]).sum(1)[:, None])
 
 
 @program(batch=ragged)
