@@ -209,7 +209,7 @@ class BufferCounter(nn.Module):
         return self.a(x) * (self.n / 3).clamp(max=1.0)
 
 
-@program(refused=".")
+@program(ranks=True)
 class AppendsToList(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class AppendsToList(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        self.losses.append(h.square().mean())  # refused
+        self.losses.append(h.square().mean())
         return h
 
 
