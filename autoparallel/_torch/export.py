@@ -133,6 +133,12 @@ def has_values(number: Any) -> bool:
     return bool(free_unbacked_symbols(number))
 
 
+def hint_of(relation: SymNode, symbol: sympy.Symbol) -> int | None:
+    """A size that a relation speaks of, in this trace; None for what only the program tells."""
+    size = relation.shape_env.size_hint(symbol, allow_none=True)  # type: ignore[union-attr]
+    return None if size is None else int(size)
+
+
 def guard_strictly(truth: torch.SymBool) -> bool:
     """Whether a relation of sizes holds, where that is known before the program runs; else torch's error."""
     return bool(GUARD_BOOL(truth.node, "", 0))

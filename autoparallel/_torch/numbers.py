@@ -70,6 +70,13 @@ ALLOWED: tuple[Any, str, Any] = (
 )  # fmt: skip
 """What has exported programs call all of them, where torch allows the root alone."""
 
+
+def condition(relation: sympy.Basic, holds: bool) -> sympy.Basic:
+    """What is true where a relation of numbers holds, or does not; of a number, where it is another than 0."""
+    relation = relation if isinstance(relation, sympy.logic.boolalg.Boolean) else sympy.Ne(relation, 0)
+    return relation if holds else sympy.Not(relation)
+
+
 _NAMES = {**SYMPY_INTERP, "OpaqueUnaryFn_exp": math.exp, "OpaqueUnaryFn_log": math.log}
 
 

@@ -212,6 +212,9 @@ class Attempt:
             self.detach_beside_loss, findings, self.ranks,
         )  # fmt: skip
         captured.guards = tuple({**dict.fromkeys(captured.guards), **way.guards})
+        for symbol, (place, _) in way.trace.numbers.items():
+            captured.number_symbols.setdefault(symbol, str(captured.inputs[place]))
+        captured.assumed = tuple(way.assumed)
         captured.state = way.state
         captured.draws, captured.python_draws = way.draws, len(way.trace.drawn)
         captured.rebound = frozenset(self.copies.owners[name] for name in recorder.rebound)

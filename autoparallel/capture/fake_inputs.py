@@ -36,7 +36,7 @@ class FakeInputs:
         arguments: the fake ``(args, kwargs)``.
         shapes: which of their dims are open, as export wants it.
         ids: of the leaves.
-        numbers: the places of the leaves that stand for Python's numbers.
+        numbers: those of Python's that leaves stand for, by the places of these.
         twins: the places of the leaves that are the same tensor as an earlier one, with its place.
         alike: the sets of open dims that have the same size, as places of a leaf and a dim; empty where no other dim
             than the batch's is open.
@@ -62,7 +62,7 @@ class FakeInputs:
         self.arguments = pytree.tree_unflatten(leaves, in_spec)
         self.shapes = _shapes_of(self.arguments, leaves, dynamic)
         self.ids = {*map(id, leaves)}
-        self.numbers = [i for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)]
+        self.numbers = {i: spec.value for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)}
         self.twins = [(i, s.twin) for i, s in enumerate(specs) if isinstance(s, InputSpec) and s.twin is not None]
         self.alike = _alike(specs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +92,7 @@ class Training(nn.Module):
 
     Args:
         alike: the open dims of inputs, each an input and a dim, in sets of the same size: one symbol stands for a set.
-        numbers: the inputs that are tensors in the graph, and numbers to the model.
+        numbers: the values of inputs that are tensors in the graph, and numbers to the model, by their places.
         twins: the inputs that are the same tensor as an earlier one, with that.
     """
 
@@ -103,7 +103,7 @@ class Training(nn.Module):
         precision: MixedPrecisionPolicy | None,
         recorder: Recorder,
         alike: Sequence[Sequence[tuple[int, int]]],
-        numbers: Sequence[int],
+        numbers: Mapping[int, int | float],
         twins: Sequence[tuple[int, int]],
     ) -> None:
         super().__init__()
@@ -122,14 +122,16 @@ class Training(nn.Module):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of the outputs, and of the attributes that the call sets; then what Python has asked for."""
         inputs, nesting = pytree.tree_flatten((args, kwargs))
-        for number in self.numbers:
-            inputs[number] = inputs[number].item()
+        trace = listening()
+        for place, value in self.numbers.items():
+            inputs[place] = inputs[place].item()
+            if trace is not None:
+                trace.note_number(inputs[place], place, value)
         for (first, dim), *others in self.alike:
             for other, its in others:
                 torch._check(inputs[first].shape[dim] == inputs[other].shape[its])
-        for number, earlier in self.twins:
-            inputs[number] = inputs[earlier]
-        trace = listening()
+        for place, earlier in self.twins:
+            inputs[place] = inputs[earlier]
         before, now = self.findings.registered, dict(_torch.tensors.named_tensors(self.model))
         if trace is not None:
             trace.attributes.note_tensors(now, inputs)

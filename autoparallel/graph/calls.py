@@ -86,7 +86,7 @@ def _has_values(leaf: torch.Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def fits(captured: Captured, specs: Sequence[Any]) -> bool:
-    """Whether a trace serves a call of these sizes: those that it fixed are the call's, and its guards hold."""
+    """Whether a trace serves a call of these sizes and numbers: what it fixed is the call's, and its guards hold."""
     actual = {symbol: sympy.Integer(size) for symbol, size in sizes_of(captured, specs).items()}
     if any(actual[symbol] < 2 for symbol in captured.lengths):
         return False
@@ -99,7 +99,14 @@ def fits(captured: Captured, specs: Sequence[Any]) -> bool:
             # The trace may have fixed a size that was open at first, such as by int(x.shape[0]).
             if (traced if isinstance(traced, int) else traced.node.expr.xreplace(actual)) != real:
                 return False
-    return all(guard.holds(actual) for guard in captured.guards)
+    return all(guard.holds(actual) for guard in captured.guards) and numbers_fit(captured, specs)
+
+
+def numbers_fit(captured: Captured, specs: Sequence[Any]) -> bool:
+    """Whether a trace serves a call of these numbers: what the model asks of those that are left open has the same
+    answers."""
+    values = values_of(captured, specs) if captured.assumed else {}
+    return all(_torch.numbers.evaluator(relation)(values) for relation in captured.assumed)
 
 
 def form_of(specs: Sequence[Any]) -> tuple[Any, ...]:

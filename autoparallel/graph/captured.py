@@ -131,6 +131,7 @@ class Captured:
         guards: what the trace took for granted of the symbols; it serves sizes of which all of it is true.
         numbers: the leaves of the inputs that are numbers of Python's and left open.
         number_symbols: what stands for them in what is made of them, with their placeholders' names.
+        assumed: what the trace took for granted of them; it serves numbers of which all of it is true.
         pinned: the attributes that are numbers which the call changes, and of which the trace serves one alone, with
             the line that fixes it.
         fixed: the lines at which the model fixed sizes or numbers that were to be open.
@@ -180,6 +181,7 @@ class Captured:
     guards: tuple[SizeGuard, ...] = ()
     numbers: tuple[int, ...] = ()
     number_symbols: dict[sympy.Symbol, str] = field(default_factory=dict)
+    assumed: tuple[sympy.Basic, ...] = ()
     pinned: dict[str, str] = field(default_factory=dict)
     fixed: tuple[str, ...] = ()
     left_out: frozenset[int] = frozenset()

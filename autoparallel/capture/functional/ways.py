@@ -61,6 +61,7 @@ class Way:
 
     Attributes:
         guards: what it takes for granted of sizes.
+        assumed: what it takes for granted of numbers that are left open.
         state: what it has read of Python's.
     """
 
@@ -75,6 +76,7 @@ class Way:
         values = [node.meta.get("val") for node in self.program.graph.find_nodes(op="placeholder")]
         sized = [x for x in values if isinstance(x, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in x.shape)]
         self.guards = {SizeGuard(*guard): None for guard in (size_guards(sized[0]) if sized else ())}
+        self.assumed = dict(self.trace.assumed)
         self.state = self.recorder.state()
         if self.trace.inputs is not None:
             self.state.inputs.append(self.trace.inputs.taken())
@@ -99,6 +101,7 @@ def merge(first: Way, second: Way) -> None:
     first.findings.questions.pop()
     first.findings.left_out.update(second.findings.left_out)
     first.guards.update(second.guards)
+    first.assumed.update(second.assumed)
     first.state.merge(second.state)
 
 

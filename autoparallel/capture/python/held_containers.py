@@ -78,7 +78,7 @@ class HeldContainers:
             if self.is_changed(number):
                 entries = self._entries_set(container, before)
                 if not entries:
-                    raise self._refused(number)
+                    raise self._refusal_of(number)
                 changed |= {label: x.value for label, x in entries.items()}
                 noted |= entries
                 refill(container, before)
@@ -94,7 +94,7 @@ class HeldContainers:
 
     def growing(self) -> ContainerChangedError | None:
         """The error of the first that a run has changed and for which a journal may stand."""
-        refusals = (self._refused(number) for number in range(len(self._entries)) if self.is_changed(number))
+        refusals = (self._refusal_of(number) for number in range(len(self._entries)) if self.is_changed(number))
         return next((error for error in refusals if isinstance(error, ContainerChangedError)), None)
 
     def _entries_set(self, container: Any, before: Any) -> dict[str, Written]:
@@ -112,7 +112,7 @@ class HeldContainers:
             f"{watched.label(name)}[{key!r}]": Written(table, key, value, fills=False) for key, value in entries.items()
         }
 
-    def _refused(self, number: int) -> StateChangedError:
+    def _refusal_of(self, number: int) -> StateChangedError:
         """The refusal of what a run has changed; perhaps a journal may stand for it."""
         container = self._entries[number][0]
         what = self._label_of(container) or "a container of the model"

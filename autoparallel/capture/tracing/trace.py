@@ -81,6 +81,8 @@ class Trace:
         has_leaves: whether the model has made a tensor of its own require gradients, which nobody is given.
         kernels: the names of those that attention may run on where the model is called.
         scripts: how many functions of TorchScript the model is in.
+        numbers: the places among the inputs of numbers that are left open, and their values, by what stands for them.
+        assumed: the relations of these that the model has asked for, as they are in this call.
     """
 
     def __init__(
@@ -109,6 +111,8 @@ class Trace:
         self._regions: list[tuple[fx.Graph | None, int]] = []  # that the model is in
         self.counting: dict[int, tuple[Tensor, int]] = {}
         self.fixed: dict[int, str] = {}
+        self.numbers: dict[Any, tuple[int, int | float]] = {}
+        self.assumed: dict[Any, None] = {}
         self._answered: dict[str, bool] = {}  # by key
         self.drawn: list[tuple[str, weakref.ref[Any]]] = []
         self.left_out = left_out
@@ -146,6 +150,25 @@ class Trace:
         if key:
             self._answered[key] = self.answers[number]
         return self.answers[number]
+
+    def note_number(self, number: Any, place: int, value: int | float) -> None:
+        """Notes what stands for a number that is left open."""
+        self.numbers[number.node.expr] = place, value
+
+    def compare(self, relation: _torch.export.SymNode) -> bool | None:
+        """What the model is told that compares numbers which are left open; None where other values decide."""
+        symbols = relation.expr.free_symbols
+        if symbols.isdisjoint(self.numbers):
+            return None
+        values: dict[Any, float] = {}
+        for symbol in symbols:
+            value = self.numbers[symbol][1] if symbol in self.numbers else _torch.export.hint_of(relation, symbol)
+            if value is None:
+                return None
+            values[symbol] = value
+        answer = bool(_torch.numbers.evaluator(relation.expr)(values))
+        self.assumed[_torch.numbers.condition(relation.expr, answer)] = None
+        return answer
 
     def read(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         """What a function reads of a tensor's values, where Python may be told (see ``inputs_read``); else None."""

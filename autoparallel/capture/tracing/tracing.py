@@ -268,7 +268,11 @@ def _hash(self: torch.SymInt) -> int:
 
 
 def _guard_bool(self: _torch.export.SymNode, file: str, line: int) -> bool:
-    return (_torch.export.GUARD_BOOL if CURRENT.value is None else _torch.export.guard_bool)(self, file, line)
+    trace = CURRENT.value
+    if trace is None:
+        return bool(_torch.export.GUARD_BOOL(self, file, line))
+    answer = trace.compare(self)
+    return _torch.export.guard_bool(self, file, line) if answer is None else answer
 
 
 def _to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:

@@ -83,18 +83,54 @@ def temperature_that_decays_at_every_second_call(run: Run) -> None:
     over_lengths(run, Decaying(), (6,) * 8)
 
 
-@loop(refused="registered buffer")
+@loop(ranks=True)
 def temperature_that_is_asked_for(run: Run) -> None:
-    """Each value would be a trace of its own."""
+    """A trace for each answer serves the numbers that have it."""
 
     class Asking(Tempered):
+        rate = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.tau *= 0.8
+            self.rate += 0.1
+            tau = self.tau if self.tau > 0.3 else 0.3
+            for _ in range(2 if tau * x.shape[1] > 3 and self.rate != 0.0 else 1):
+                x = self.a(x)
+            if self.rate >= 1.0:
+                self.rate = 0.0
+            return self.b(x) * tau + self.rate
+
+    over_lengths(run, Asking(), (6,) * 14)
+
+
+@loop(refused="registered buffer")
+def temperature_that_counts(run: Run) -> None:
+    """Each value is a trace of its own."""
+
+    class Counting(Tempered):
         def forward(self, x: Tensor) -> Tensor:
             self.tau *= 0.95
-            for _ in range(3 if self.tau > 0.1 else 2):  # refused
-                x = self.a(x)
-            return self.b(x) * self.tau
+            return self.b(self.a(x)) * [1.0, 2.0, 3.0][int(2 * float(self.tau))]  # refused
 
-    over_lengths(run, Asking(), (6,) * 12)
+    over_lengths(run, Counting(), (6,) * 12)
+
+
+@loop(ranks=True)
+def argument_that_is_asked_for(run: Run) -> None:
+    """Nothing is computed with it but the way."""
+
+    class Asked(Two):
+        def forward(self, x: Tensor, alpha: float, count: int) -> Tensor:
+            h = self.a(x) if alpha > 0.55 else self.b(x)
+            if count == 4 or not alpha:
+                h = 2 * h
+            return self.b(h) if count * alpha > 4.0 else h
+
+    model = run.compile(Asked().double())
+    optimizer = sgd(model)
+    for step in range(12):
+        model(numbers(4, 8, seed=step), 0.1 * step, step).square().mean().backward()
+        finish(run, model, optimizer)
 
 
 @loop(ranks=True)
