@@ -120,7 +120,8 @@ class Attempt:
         autocast: the dtype of the autocast that it is called under: each cast becomes an operator of the graph.
         device: the kind on which it is traced (see [Note: devices]).
         leaves: the inputs of the call.
-        may_read: whether Python may read their values (see ``tracing.inputs_read``).
+        may_read: whether Python may read their values (see ``tracing.inputs_read``), single numbers alone where sizes
+            are open.
 
     Attributes:
         inputs: what stands for those of the call; ``scale`` is how many times its batch is traced.
@@ -185,7 +186,9 @@ class Attempt:
             questions: the tensors are added that Python asks whether they hold.
         """
         paths = {id(module): path for path, module in wrapper.model.named_modules()}
-        findings, inputs = wrapper.findings, InputsRead(self.leaves) if self.may_read else None
+        are_open = any(s.batch or s.open for s in self.specs if isinstance(s, InputSpec))
+        inputs = InputsRead(self.leaves, only_numbers=are_open) if self.may_read else None
+        findings = wrapper.findings
         return Trace(
             findings.originals, paths, findings.existing, findings.left_out, questions, inputs=inputs,
             attributes=self._attributes, **options,

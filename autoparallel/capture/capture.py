@@ -33,8 +33,9 @@ def capture(
 ) -> Captured:
     """Captures ``model(*args, **kwargs)``, or its loss where ``loss_fn`` is given and the last argument is the target.
 
-    What a model does not leave open is fixed: first numbers, then lengths, then the batch size, too, and at last the
-    values of inputs that its Python reads; ``Captured.fixed`` has the lines.  The arguments are those of
+    What a model does not leave open is fixed: first numbers, then lengths, then the batch size, too.  A model whose
+    Python reads values of inputs is told of single numbers where all sizes are open (``int(batch.max()) + 1`` graphs),
+    and of all values where none is; ``Captured.fixed`` has the lines.  The arguments are those of
     :class:`Attempt`.
 
     Raises:
@@ -62,7 +63,9 @@ def _capture(
     attempts += [(fixed_numbers, False)] * numbers
     attempts += [(closed(fixed_numbers), False)] * any(s.open for s in specs if isinstance(s, InputSpec))
     attempts += [(fully_closed, False)] * any(s.batch for s in specs if isinstance(s, InputSpec))
-    attempts += [(fully_closed, True)] * any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        attempts += [(fixed_numbers, True)] * any(s.batch for s in specs if isinstance(s, InputSpec))
+        attempts += [(fully_closed, True)]
     failed: CaptureError | None = None
     vain: list[Any] = []  # what a model cannot be called with, traced or not
     reads_values = refused = False
@@ -84,7 +87,8 @@ def _capture(
             vain = _examples(forms, options) if isinstance(error, FailsUntraced) else vain
             fixed[str(error).splitlines()[0].partition(" at ")[2]] = None
             continue
-        captured.fixed = tuple(line for line in fixed if line not in ("", "an unknown line"))
+        if not (may_read and forms is fixed_numbers):  # what it reads is known, so that no size need be fixed
+            captured.fixed = tuple(line for line in fixed if line not in ("", "an unknown line"))
         captured.numbers = tuple([i for i, spec in enumerate(forms) if isinstance(spec, NumberSpec)])
         if fits(captured, forms):
             captured.pinned = _pinned_numbers(captured, specs, in_spec)

@@ -160,19 +160,19 @@ class ValueRead:
 
 
 class ValuesRead:
-    """What one trace has read of the inputs; it says nothing of inputs of other shapes, which the trace does not serve.
+    """What one trace has read of the inputs; it says nothing of inputs of shapes that the trace does not serve.
 
     Args:
         reads: in their order.
-        shapes: of the inputs, None for one that is no tensor.
+        shapes: that it serves, None for an input that is no tensor; None for all.
     """
 
-    def __init__(self, reads: Sequence[ValueRead], shapes: Sequence[torch.Size | None]) -> None:
-        self.reads, self._shapes = tuple(reads), tuple(shapes)
+    def __init__(self, reads: Sequence[ValueRead], shapes: Sequence[torch.Size | None] | None) -> None:
+        self.reads, self._shapes = tuple(reads), None if shapes is None else tuple(shapes)
 
     def changed(self, leaves: Sequence[Any]) -> ValueRead | None:
         """The first value that Python would not read again in a call with these inputs."""
-        if not self.reads or shapes_of(leaves) != self._shapes:
+        if not self.reads or self._shapes not in (None, shapes_of(leaves)):
             return None
         values = Values(leaves)
         return next((read for read in self.reads if _value_now(read, values) != read.value), None)

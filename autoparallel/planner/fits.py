@@ -140,6 +140,8 @@ def unable(captured: Captured, call: Call) -> str:
         return "an input is a DTensor"
     if any(isinstance(s, InputSpec) and s.requires_grad for s in call.specs):
         return "an input is differentiated"
+    if read := next((reads.reads[0] for reads in captured.state.inputs if reads.reads), None):
+        return f"Python reads a value of the whole batch at {read.line}"
     if not captured.is_open(call.specs):
         return f"the batch size is fixed at {call.batch}: {captured.why_fixed}"
     return ""

@@ -2,7 +2,8 @@
 
 A trace runs on tensors without values.  Where a tensor of whole numbers follows from the inputs of the call alone, its
 values are computed of these, Python is told them, and they belong to the kind of call (see ``graph.input_values``).
-That is the last resort: it fixes the batch and all lengths, and each other value is another trace.
+A single number (``int(batch.max())``) may be read where sizes are open.  More of them are the last resort, which fixes
+the batch and all lengths; each other value is another trace.
 """
 
 from __future__ import annotations
@@ -69,10 +70,11 @@ class InputsRead:
 
     Args:
         leaves: the inputs, with their values; None for one whose values this rank does not have.
+        only_numbers: whether Python may read tensors of one element alone, in calls of any sizes.
     """
 
-    def __init__(self, leaves: Sequence[Any]) -> None:
-        self._leaves, self._values = leaves, Values(leaves)
+    def __init__(self, leaves: Sequence[Any], *, only_numbers: bool = False) -> None:
+        self._leaves, self._values, self._only_numbers = leaves, Values(leaves), only_numbers
         self._sources: dict[int, tuple[Tensor, int, Source]] = {}  # by id: with the version of which it is true
         self._memories: dict[int, dict[int, Tensor]] = defaultdict(dict)  # by a storage: what lies in it, by id
         self._steps = 0
@@ -223,6 +225,8 @@ class InputsRead:
     def read(self, function: Callable[..., Any], tensor: Any) -> Any:
         """What a function reads of a tensor's values; None where they do not follow from inputs alone, or are no whole
         numbers, of which there is another one in each batch."""
+        if self._only_numbers and any(size != 1 for size in tensor.shape):
+            return None
         try:
             source = self._source(tensor)
         except _NotOfInputsError:
@@ -252,7 +256,7 @@ class InputsRead:
 
     def taken(self) -> ValuesRead:
         """All that was read."""
-        return ValuesRead(self._reads, shapes_of(self._leaves))
+        return ValuesRead(self._reads, None if self._only_numbers else shapes_of(self._leaves))
 
 
 def _share(one: Any, other: Any) -> bool:

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.capture.registry import program
-from tests.capture.runner import numbers
+from autoparallel.text import LOGGER
+from tests.capture.programs.loops import finish
+from tests.capture.registry import loop, program
+from tests.capture.runner import Run, numbers, sgd
 
 LENGTHS = ([3, 4], [1, 6], [3, 4])
 
@@ -312,3 +314,42 @@ class ChangesWhatItReads(Reader):
     def forward(self, x: Tensor, lengths: Tensor) -> Any:
         lengths.add_(1)  # refused
         return self.b(self.a(x)[:, : lengths.max().item()])
+
+
+class Pools(nn.Module):
+    """Graph convolutions with self loops, pooled by graphs, as torch_geometric's are: a vector says how many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, edges: Tensor, graphs: Tensor) -> Tensor:
+        edges = edges[:, edges[0] != edges[1]]
+        nodes = torch.arange(x.shape[0])
+        source, target = torch.cat([edges, torch.stack([nodes, nodes])], 1)
+        degrees = torch.zeros(x.shape[0], dtype=x.dtype).index_add(0, target, torch.ones_like(target, dtype=x.dtype))
+        h = self.a(x)
+        h = torch.zeros_like(h).index_add(0, target, h[source] / degrees[source].sqrt().unsqueeze(1)).tanh()
+        pooled = h.new_zeros(int(graphs.max()) + 1, h.shape[1]).index_add(0, graphs, h)
+        return self.b(pooled)
+
+
+@loop(ranks=True)
+def pools_of_graphs(run: Run) -> None:
+    """As many nodes and edges as there are, which are no reason for a trace; the last batch has fewer graphs."""
+    lines: list[str] = []
+    listener = lambda record: not lines.append(record.getMessage())  # noqa: E731
+    model = run.compile(Pools().double())
+    optimizer = sgd(model)
+    LOGGER.addFilter(listener)
+    try:
+        for step, counts in enumerate(([3, 5, 4, 4], [6, 2, 5, 5], [3, 3, 5, 3], [4, 4, 4, 6], [5, 5])):
+            generator = torch.Generator().manual_seed(step)
+            edges = torch.randint(0, sum(counts), (2, 20 + 3 * step), generator=generator)
+            graphs = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+            model(numbers(sum(counts), 8, seed=step), edges, graphs).square().mean().backward()
+            finish(run, model, optimizer)
+    finally:
+        LOGGER.removeFilter(listener)
+    again = [line for line in lines if "once more" in line]
+    assert len(again) <= 1 and all("int(graphs.max())" in line for line in again), again
