@@ -42,14 +42,21 @@ def test_only_the_input_that_is_read_is_kept() -> None:
     graph = captured(Splits().double(), *leaves, options={"leaves": leaves})
     read = graph.state.inputs[0]
     assert graph.state.read_of(leaves) == (None, leaves[1])
-    assert [value.value for value in read.reads] == [(list, ((int, 3), (int, 4)))]
+    assert [value.value for value in read.reads] == [(int, 3), (int, 4)]
 
 
 def test_what_is_read_is_planned_without_ranks() -> None:
-    """``python -m autoparallel plan --real-tensors`` and ``verify`` give a call its values, as a loop does."""
+    """``python -m autoparallel plan --real-tensors`` and ``verify`` give a call its values, as a loop does; the batch
+    stays open."""
     request = Request((("dp", 2),), CPU, "fsdp")
     graph = Planner(Splits().double(), request).capture(call_of(batch(3, 4)))
-    assert [value.value for value in graph.state.inputs[0].reads] == [(list, ((int, 3), (int, 4)))]
+    assert [value.value for value in graph.state.inputs[0].reads] == [(int, 3), (int, 4)] and graph.batches
+
+
+def test_of_many_numbers_none_is_read_while_sizes_are_open() -> None:
+    leaves = batch(*[1] * 3, *[0] * 20, 4)
+    graph = captured(Splits().double(), *leaves, options={"leaves": leaves})
+    assert not graph.batches and [kind for kind, _ in (read.value for read in graph.state.inputs[0].reads)] == [list]
 
 
 def test_the_inputs_are_not_changed_and_slices_have_bounds() -> None:

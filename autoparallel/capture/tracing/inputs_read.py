@@ -61,6 +61,10 @@ _PLAIN = (
 )  # fmt: skip
 
 
+_MOST_NUMBERS = 16
+"""That are read one by one: of more, as of all tokens by ``tolist()``, each call would have others."""
+
+
 class _NotOfInputsError(Exception):
     """A value does not follow from the inputs alone."""
 
@@ -225,7 +229,7 @@ class InputsRead:
     def read(self, function: Callable[..., Any], tensor: Any) -> Any:
         """What a function reads of a tensor's values; None where they do not follow from inputs alone, or are no whole
         numbers, of which there is another one in each batch."""
-        if self._only_numbers and any(size != 1 for size in tensor.shape):
+        if self._only_numbers and (any(size != 1 for size in tensor.shape) or len(self._reads) >= _MOST_NUMBERS):
             return None
         try:
             source = self._source(tensor)
