@@ -281,11 +281,11 @@ def test_numbers_that_change_have_two_traces() -> None:
 
 class Compared(Scaled):
     def forward(self, x: Tensor, scale: float, step: int) -> Tensor:
-        return super().forward(x, scale, step) if scale > 0.25 else self.project(x).square().mean()  # the line
+        return super().forward(x, scale, step) if scale > 0.25 else self.project(x).square().mean()
 
 
 @pytest.mark.wide
-def test_a_number_that_the_model_compares_is_named_once() -> None:
+def test_a_number_that_the_model_compares_has_a_trace_for_each_answer() -> None:
     results = results_of(Compared, [((4, 6), s / 10, 1) for s in range(1, 5)])
     (message,) = results["messages"]
-    assert results["traces"] == 4 and "if scale > 0.25 else" in message
+    assert results["traces"] == 3 and "what the model asks" in message, results

@@ -97,6 +97,13 @@ class TestPresets:
         assert plan.parameters["down.weight"].at_rest == "S1"
         assert plan.operators["down/aten.linear#0"] == ("shard:k",)
 
+    @pytest.mark.parametrize(("groups", "at_rest"), [(2, "S0"), (3, "I")])
+    def test_tensor_parallel_leaves_groups_whole_that_do_not_divide(self, groups: int, at_rest: str) -> None:
+        with torch.device("meta"):
+            model, x = nn.Sequential(nn.Conv2d(24, 24, 3, groups=groups), nn.ReLU()), torch.empty(4, 24, 8, 8)
+        plan = cheapest(_problem(captured(model, x), (("tp", 2),), "tensor_parallel"))
+        assert plan.parameters["0.weight"].at_rest == at_rest
+
     def test_a_batch_that_does_not_divide_is_said(self) -> None:
         with pytest.raises(PlanError, match=r"batch of 3 rows must divide by 2"):
             cheapest(_problem(_captured(64, 256, 3), ONE, "data_parallel"))

@@ -101,7 +101,7 @@ def operator_options(
             layouts = [tuple(ways[w].operands[i] for w in row) for row in combinations.tolist()]
             even = np.array([operand_fits(node, shape, result_shape, x, axis_sizes) for x in layouts], dtype=bool)
         fits &= even
-    for factor in _outer_factors(rule) if rule is not None else ():  # a shard has whole groups, blocks, heads
+    for factor in outer_factors(rule) if rule is not None else ():  # a shard has whole groups, blocks, heads
         size = rule.sizes[factor]  # type: ignore[union-attr]
         shards = np.array([way.mode.kind == "shard" and way.mode.factor == factor for way in ways])[combinations]
         count = np.where(shards, np.array(axis_sizes, dtype=np.int64), 1).prod(axis=1)
@@ -131,7 +131,7 @@ def operator_options(
     return list(best.values())
 
 
-def _outer_factors(rule: Rule) -> list[str]:
+def outer_factors(rule: Rule) -> list[str]:
     """The factors of known sizes that begin a dim which has others inside, so that the dim's size does not tell whether
     they divide."""
     dims = {dim for tensor in (*rule.operands, rule.result) for dim in tensor if len(dim) > 1}
