@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+import autoparallel
 from autoparallel.runtime.calls.exchange import CHECKED_CALLS
+from tests.distributed import run_distributed
 from tests.runtime.support import (
     Net,
     batch,
@@ -293,6 +295,30 @@ def test_a_refused_call_is_not_counted(later_calls: list[Results], known_calls: 
     """Dropout depends on the number of calls, which must stay the same on all ranks."""
     for ranks, before in ((later_calls, 1), (known_calls, CHECKED_CALLS + 1 + 4)):
         assert {rank["calls"][0] for rank in ranks} == {str(before + len(CALL))}
+
+
+class _Asking(nn.Module):
+    """One of two programs, as a number says that is left open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        return (self.up(x).relu() if scale > 0.5 else self.up(x) * scale).sum()
+
+
+def _ask_of_numbers() -> list[str]:
+    """Numbers that are the same on both ranks, on either side, and then others."""
+    model = autoparallel.compile(_Asking().double(), mesh_of(2), plan="fsdp")
+    x, others = torch.ones(4, 8, dtype=torch.float64), (0.4 + 0.2 * dist.get_rank(), 0.4)
+    return [raised(lambda k=k: model(x, k).backward()) for k in (0.1, 0.2, 0.7, 0.3, 0.8, *others)]
+
+
+def test_ranks_that_pass_other_numbers_are_told_before_they_run_other_programs() -> None:
+    for *same, other, last in run_distributed(_ask_of_numbers, world_size=2, timeout=60):
+        assert {*same, last} == {""}, same
+        assert re.search(r"RankMismatchError.*\n.*rank 0: .* 0\.4;.*\n.*rank 1: .* 0\.6", other), other
 
 
 class _Branching(Net):

@@ -28,6 +28,7 @@ from autoparallel.graph.calls import (
     closed,
     fits,
     form_of,
+    numbers_fit,
     opened,
     without_numbers,
 )
@@ -207,8 +208,9 @@ class Kinds:
         whole = self.calls < CHECKED_CALLS or not self._kinds
         synchronise = self.store.synchronise
         require_same = self.exchange.of_call(
-            keyed.call, (keyed.key, len(self._kinds)), problem, whole, lambda: self._describe(keyed.call, synchronise)
-        )
+            keyed.call, (keyed.key, len(self._kinds), self._answers(keyed)), problem, whole,
+            lambda: self._describe(keyed.call, synchronise),
+        )  # fmt: skip
         ready = self._ready_for(keyed)
         at_once = whole or problem or self.store.copies or self.exchange.agreement.broken
         if ready is None or at_once or ready.runner.captured.draws:  # what the first rank draws comes with the table
@@ -216,6 +218,17 @@ class Kinds:
         else:
             before_next_collective(self.store.prefix, require_same)
         return keyed
+
+    def _answers(self, keyed: KeyedCall) -> tuple[object, ...]:
+        """What a model asks of the numbers of a call, by which the ranks choose a trace; the numbers themselves, where
+        there is none."""
+        numbers = [s.value for s in keyed.call.specs if isinstance(s, NumberSpec)]
+        if not numbers:
+            return ()
+        kinds = [kind.runner.captured for kind in self._kinds.get(keyed.key, ())]
+        answers = tuple([numbers_fit(captured, keyed.call.specs) for captured in kinds if captured.assumed])
+        chosen = any(answers) or bool(kinds) and not answers
+        return answers if chosen else (*answers, *numbers)
 
     def _agree_on_backward(self) -> None:
         """Has the ranks show each other that they come to a backward, before the first collective of it."""
@@ -440,7 +453,9 @@ def _describe_input(path: Sequence[Any], spec: InputSpec | Any, layout: Layout |
         return (
             f"{f'{name} ' * bool(name)}{spec.shape} {spec.dtype}{f' DTensor {format_layout(layout)}' if layout else ''}"
         )
-    return f"{name} {number_of(spec.shape)}" if isinstance(spec, InputSpec) else repr(spec)
+    if isinstance(spec, InputSpec):
+        return f"{name} {number_of(spec.shape)}"
+    return repr(spec.value if isinstance(spec, NumberSpec) else spec)
 
 
 def _first_fitting(kinds: Sequence[Kind], call: Call) -> Kind | None:
