@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Sampler
 
 from autoparallel.comm.groups import communicator_of, group_name
+from autoparallel.comm.world import from_host
 from autoparallel.graph.captured import Captured
 
 T = TypeVar("T")
@@ -87,6 +88,7 @@ def from_rows(batch: T, rows: Rows, mesh: DeviceMesh, prefix: str, all_counts: C
     for i, x in enumerate(leaves):
         if not isinstance(x, torch.Tensor) or not x.ndim or not row_count or x.shape[0] % row_count:
             continue
+        x = from_host(x, mesh)
         if len(set(counts)) == 1:
             leaves[i] = DTensor.from_local(x, mesh, placements, run_check=False)
         else:
