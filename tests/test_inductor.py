@@ -6,7 +6,9 @@ AOTAutograd sees all that Inductor sees, and is fast; so the breadth is tested t
 
 from __future__ import annotations
 
+import copy
 import itertools
+import math
 import operator
 import threading
 import time
@@ -320,6 +322,34 @@ def test_gathers_stand_before_the_layers_that_they_are_for() -> None:
     order = [node.name for node in graph.nodes if node.op == "call_module" or node.name.startswith("mm")]
     assert order == ["unshard_0", "mm_default", "unshard_1", "mm_default_1"]
     graph.lint()
+
+
+class _Annealed(nn.Module):
+    """Layers that are weighed by functions of a count and of a length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.step = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        for layer in self.layers:
+            x = x + layer(x).tanh() * math.exp(-0.1 * self.step) * math.cos(self.step) / math.sqrt(x.shape[1])
+        return x.square().mean()
+
+
+def test_functions_of_numbers_are_called_outside_of_regions() -> None:
+    """Which no backend has; more steps than Dynamo compiles a function for."""
+    torch.manual_seed(0)
+    plain = _Annealed().double()
+    model = autoparallel.compile(copy.deepcopy(plain), backend="aot_eager")
+    _forget_graphs()
+    for step in range(12):
+        x = torch.randn(4, 5 + step % 4, 8, dtype=torch.float64)
+        plain(x).backward()
+        model(x).backward()
+        assert torch.allclose(model.layers[0].weight.grad.full_tensor(), plain.layers[0].weight.grad, rtol=1e-9)
+    assert 0 < _graphs() <= 4  # two traces: the first length, and all others
 
 
 def test_layers_that_are_alike_share_what_they_were_compiled_to() -> None:

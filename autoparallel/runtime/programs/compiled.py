@@ -39,11 +39,15 @@ from autoparallel.passes.recompute_layers import outline
 from autoparallel.program.program import LocalProgram
 from autoparallel.rules.calls import arguments, is_tensor
 
+aten = torch.ops.aten
+
 Body = Callable[..., Any]
 
 _PYTHON = {module.__name__ for module in (control_flow, flex, opaque, selective_checkpoint, split_weight_gradients)}
 """Where the operators stand that look at values, have Python in their backward, or compile what they run."""
 
+
+_FUNCTIONS = frozenset(_torch.numbers.FUNCTIONS.values())
 
 _PATIENCE = 600.0
 """Seconds for which a rank waits for another to compile a region: as long as Inductor's own locks."""
@@ -290,14 +294,21 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _copy_sizes(graph: fx.Graph, regions: list[list[fx.Node]], inside: dict[fx.Node, int]) -> None:
-    """Gives each region, and each call outside of them, copies of the sizes that it reads."""
+    """Gives each region, and each call outside of them, copies of the sizes that it reads; functions of numbers, which
+    no backend computes, are called outside of regions."""
     copies: dict[tuple[object, fx.Node], fx.Node] = {}
     sizes = [node for node in graph.nodes if _is_size(node)]
 
     def copy(size: fx.Node, reader: fx.Node) -> fx.Node:
         number = inside.get(reader)
         key = reader if number is None else number, size
-        if key not in copies:
+        if key not in copies and number is not None and size.target in _FUNCTIONS:
+            tensor = _insert_call(regions[number][0], aten.scalar_tensor.default, size, dtype=torch.float64)
+            tensor.replace_input_with(size, copy(size, tensor))
+            copies[key] = _insert_call(reader, aten.item.default, tensor)
+            copies[key].meta = dict(size.meta)
+            regions[number].insert(regions[number].index(reader), copies[key])
+        elif key not in copies:
             read = {x: copy(x, reader) for x in size.all_input_nodes if _is_size(x)}
             with graph.inserting_before(reader):
                 copies[key] = graph.node_copy(size, lambda x: read.get(x, x))
@@ -314,6 +325,14 @@ def _copy_sizes(graph: fx.Graph, regions: list[list[fx.Node]], inside: dict[fx.N
         if size in inside:
             regions[inside[size]].remove(size)
         graph.erase_node(size)
+
+
+def _insert_call(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new call in front of a node, whose result is a number, or a tensor of one."""
+    with node.graph.inserting_before(node):
+        call = node.graph.call_function(target, args, kwargs)
+    call.meta["val"] = torch.empty((), dtype=torch.float64)
+    return call
 
 
 # --------------------------------------------------------------------------------------------------- what they are
