@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from autoparallel.graph.captured import refusal
-from autoparallel.graph.changed_arguments import Entries
+from autoparallel.graph.changed_arguments import Container, Entries
 from autoparallel.graph.lines import line_of_frame
 
 CURE = (
@@ -80,9 +80,18 @@ class Journal:
             what = f"{changes(self.label, self.kind)} and reads what it held before,"
             raise refusal(what, line_of_frame(sys._getframe(2)), CURE)
 
+    def clear(self: Any) -> None:
+        super().clear()  # type: ignore[misc]
+        self.keeps = False
+
+    def added(self) -> Container:
+        """What the call has added that is still there."""
+        raise NotImplementedError
+
     def change(self) -> Entries | None:
         """What the call has changed; None where it has changed nothing."""
-        raise NotImplementedError
+        added = self.added()
+        return ([] if self.keeps else None, added) if added or not self.keeps else None
 
 
 _SEQUENCE = (
@@ -97,19 +106,14 @@ class _Sequence(Journal):
         self.append(_EARLIER)
         return super().begin(label)
 
-    def clear(self: Any) -> None:
-        super().clear()  # type: ignore[misc]
-        self.keeps = False
-
     def __getitem__(self: Any, place: Any) -> Any:
         """An entry that the call has added, counted from the end; all of them where it has emptied the list."""
         is_own = isinstance(place, int) and -self.kind.__len__(self) < place < 0
         self.require(is_own or not self.keeps)
         return self.kind.__getitem__(self, place)
 
-    def change(self: Any) -> Entries | None:
-        added = [entry for entry in self.kind.__iter__(self) if entry is not _EARLIER]
-        return ([] if self.keeps else None, added) if added or not self.keeps else None
+    def added(self: Any) -> Container:
+        return [entry for entry in self.kind.__iter__(self) if entry is not _EARLIER]
 
 
 @_reads_all(list, (*_SEQUENCE, "sort"))
@@ -132,10 +136,6 @@ class _Deque(_Sequence, deque[Any]):
 class _Dict(Journal, dict[Any, Any]):
     """By keys: what the call has set it may read."""
 
-    def clear(self) -> None:
-        super().clear()
-        self.keeps = False
-
     def update(self, *entries: Any, **more: Any) -> None:
         super().update(dict(*entries, **more))
 
@@ -143,9 +143,8 @@ class _Dict(Journal, dict[Any, Any]):
         self.update(entries)
         return self
 
-    def change(self) -> Entries | None:
-        added = dict(dict.items(self))
-        return ([] if self.keeps else None, added) if added or not self.keeps else None
+    def added(self) -> Container:
+        return dict(dict.items(self))
 
 
 def _reads_key(name: str) -> Callable[..., Any]:

@@ -151,21 +151,16 @@ class Permits:
             if user.op != "call_function" or not is_tensor(user):
                 continue
             operands, rule = tensor_operands(user), rule_for(user)
+            outer = {} if rule is None else {factor: rule.sizes[factor] for factor in outer_factors(rule)}
             for typed in call_modes(user):
-                if not self._has_whole_parts(rule, typed, axis):
-                    continue
+                if typed.mode.kind == "shard" and outer.get(typed.mode.factor, 0) % self.axis_sizes[axis]:
+                    continue  # no whole groups, blocks or heads on every rank
                 for x, p in zip(operands, typed.operands, strict=True):
                     alone = tuple(p if a == axis else Invariant for a in range(len(self.axis_sizes)))
                     whole = not self.cuts_batch(user, rule, typed)
                     if x is node and p.kind == "S" and whole and self.can_read(user, shape, alone):
                         return len(node.users) == 1 or self._all_can_shard(node, p.dim)
         return False
-
-    def _has_whole_parts(self, rule: Rule | None, way: Typed, axis: int) -> bool:
-        """Whether a call that runs in this way has whole groups, blocks or heads on every rank."""
-        factor = way.mode.factor
-        outer = rule is not None and way.mode.kind == "shard" and factor in outer_factors(rule)
-        return rule is None or not outer or rule.sizes[factor] % self.axis_sizes[axis] == 0
 
     def _all_can_shard(self, node: fx.Node, dim: int) -> bool:
         return all(

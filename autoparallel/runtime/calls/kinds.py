@@ -382,9 +382,9 @@ class Kinds:
     def _ready_for(self, keyed: KeyedCall) -> Kind | None:
         """The kind of a call whose sizes are known to fit, and whose numbers do."""
         ready = self._ready.get(keyed.sized)
-        if ready is None or not (self.carried or ready.runner.captured.assumed):
-            return ready
-        return _first_fitting([ready], keyed.call)
+        if ready is None or self.carried:
+            return ready and _first_fitting([ready], keyed.call)
+        return ready if numbers_fit(ready.runner.captured, keyed.call.specs) else None
 
     def _note_carried(self, before: Call, call: Call) -> None:
         """Keeps what calls before have had of sizes, and what this one makes of the attributes that it is given now:
