@@ -49,15 +49,16 @@ from autoparallel.capture.refusals.refusals import (
     require_own_memory,
     require_same_memory,
 )
-from autoparallel.capture.tracing.drawn_numbers import require_dropped
+from autoparallel.capture.tracing.drawn_numbers import depends_on_draws, require_dropped
 from autoparallel.capture.tracing.inputs_read import InputsRead
 from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
 from autoparallel.capture.tracing.trace import Answers, Question, Trace
 from autoparallel.capture.tracing.tracing import everything_seen
 from autoparallel.capture.training import Training
 from autoparallel.capture.user_warnings import only_the_users
-from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, refused_draw
+from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec
 from autoparallel.graph.carried_attributes import without_attributes
+from autoparallel.graph.drawn_numbers import TORCH
 from autoparallel.graph.hooks import HookTemplate, require_full_hooks
 from autoparallel.graph.layers import find_runs, is_checkpointed, layer_of
 from autoparallel.graph.lines import first_line, line_of
@@ -175,9 +176,10 @@ class Attempt:
         answers = Answers(rest=answer, most=_MOST_REHEARSED)
         self.rehearsals.append(self._trace_of(wrapper, [], answers=answers, **tables))
         with everything_seen(self.rehearsals[-1]):
-            results = wrapper(*self.inputs.arguments)
-        require_dropped(self.rehearsals[-1].drawn)
-        return results
+            try:
+                return wrapper(*self.inputs.arguments)
+            finally:
+                require_dropped(self.rehearsals[-1])
 
     def _trace_of(self, wrapper: Training, questions: list[Question], **options: Any) -> Trace:
         """What a trace of a copy of the model notes beside operators.
@@ -219,7 +221,8 @@ class Attempt:
             captured.number_symbols.setdefault(symbol, str(captured.inputs[place]))
         captured.assumed = tuple(way.assumed)
         captured.state = way.state
-        captured.draws, captured.python_draws = way.draws, len(way.trace.drawn)
+        captured.drawn = way.trace.counts
+        captured.draws = way.draws + captured.drawn.get(TORCH, 0)
         captured.rebound = frozenset(self.copies.owners[name] for name in recorder.rebound)
         captured.registered = dict(recorder.registered)
         fakes, parameters = self.copies.fakes, self.model.named_parameters()
@@ -277,7 +280,7 @@ class Attempt:
             self.asked_at = self.asked_at or trace.asked_at
             self.reads_values |= trace.reads_values
             self.fixed.update(dict.fromkeys(trace.fixed.values()))
-        require_dropped(trace.drawn)
+        require_dropped(trace)
         return way
 
     def capture(self) -> Captured:
@@ -354,9 +357,9 @@ class Attempt:
             written = whole.recorder.written
             if any(value.fills for value in written.values()) and not failed and not self.may_read:
                 self._of_next = self._read_of_next(written)
-        drawn, asks = self.rehearsals[0].drawn, bool(self.rehearsals[0].questions)
-        if failed and drawn:  # perhaps because of what was drawn
-            raise refused_draw("Python's random", drawn[0][0]) from None
+        asks = bool(self.rehearsals[0].questions)
+        if failed and (ranges := self.rehearsals[0].ranges):  # perhaps because of what was drawn
+            raise depends_on_draws(self.rehearsals[0], ranges[-1][0]) from None
         with reads if failed or asks else nullcontext():
             try:
                 captured = self.trace(stacks)
@@ -379,7 +382,7 @@ class Attempt:
         if self._of_next is not None:
             captured.next_state = state_of_next(captured.state, self._of_next, written)
         if failed is None:  # else all of the model was traced
-            captured.python_draws = len(drawn)
+            captured.drawn = self.rehearsals[0].counts
         if stacks and (inputs := self.rehearsals[0].inputs) is not None:  # of layers that are not traced, too
             captured.state.inputs.append(inputs.taken())
         return captured

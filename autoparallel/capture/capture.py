@@ -20,6 +20,7 @@ from autoparallel.capture.fake_inputs import scale_of, traced_shape
 from autoparallel.graph.calls import closed, fits, without_numbers
 from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec
 from autoparallel.graph.carried_attributes import CARRIED, ChangesAttributesError
+from autoparallel.graph.drawn_numbers import DRAWS, DrawsNumbersError
 from autoparallel.graph.garbage import MANY, collected_rarely, count_as_old
 from autoparallel.passes.follow_batch import follow_results, weight_of_rows
 
@@ -59,7 +60,7 @@ def _capture(
     fixed_numbers = without_numbers(specs)
     fully_closed = closed(fixed_numbers, batch=False)
     attempts: list[tuple[Sequence[InputSpec | Any], bool]] = [(specs, False)]  # and whether values may be read
-    numbers = any(isinstance(s, NumberSpec) for s in specs)
+    numbers = any(isinstance(s, NumberSpec) and not s.is_drawn for s in specs)
     attempts += [(fixed_numbers, False)] * numbers
     attempts += [(closed(fixed_numbers), False)] * any(s.open for s in specs if isinstance(s, InputSpec))
     attempts += [(fully_closed, False)] * any(s.batch for s in specs if isinstance(s, InputSpec))
@@ -78,7 +79,7 @@ def _capture(
         try:
             with _torch.export.without_reports():
                 captured = attempt.capture()
-        except ChangesAttributesError:  # whatever is open
+        except (ChangesAttributesError, DrawsNumbersError):  # whatever is open
             raise
         except CaptureError as error:
             failed = error  # the last one speaks of the sizes of the call
@@ -138,7 +139,7 @@ def _examples(specs: Sequence[InputSpec | Any], options: Mapping[str, Any]) -> l
 def _arguments(model: nn.Module, specs: Sequence[Any], in_spec: pytree.TreeSpec, options: Mapping[str, Any]) -> str:
     """What a call was given, by the names of the model's arguments."""
     args, kwargs = pytree.tree_unflatten(specs, in_spec)
-    kwargs.pop(CARRIED, None)
+    kwargs = {name: value for name, value in kwargs.items() if name not in (CARRIED, DRAWS)}
     target = {"the target": args[-1]} if options["loss_fn"] is not None and args else {}
     names = list(inspect.signature(model.forward).parameters)
     names += [f"argument {i}" for i in range(len(names) + 1, len(args) + 1)]  # more than it takes

@@ -20,6 +20,7 @@ from autoparallel.capture.refusals.refusals import require_dense, uncopied
 from autoparallel.capture.training import Training
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.carried_attributes import without_attributes
+from autoparallel.graph.drawn_numbers import without_draws
 from autoparallel.graph.plain_tensors import (
     LOSS,
     REPLACED,
@@ -71,7 +72,7 @@ class Copies:
         self.owners = _owners_of(model)
         registered = (*_torch.tensors.parameters_of(model), *model.buffers())
         self.fakes: dict[int, Any] = {id(t): self._fake(t) for t in registered}
-        args, kwargs = inputs.arguments[0], without_attributes(inputs.arguments[1])[0]
+        args, kwargs = inputs.arguments[0], without_attributes(without_draws(inputs.arguments[1])[0])[0]
         self._cached = asks_for_cache(model.forward, args[:-1] if loss_fn is not None else args, kwargs)
         tensors = plain_tensors(model)
         if isinstance(loss_fn, nn.Module):

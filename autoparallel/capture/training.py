@@ -24,6 +24,7 @@ from autoparallel.graph.caches import caches_in, release, tensors_in
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.carried_attributes import without_attributes
 from autoparallel.graph.changed_arguments import ARGUMENTS, describe_changes, note_containers
+from autoparallel.graph.drawn_numbers import without_draws
 from autoparallel.graph.nesting import flatten_results
 from autoparallel.graph.python_state import is_plain
 
@@ -139,7 +140,10 @@ class Training(nn.Module):
                 trace.inputs.note_inputs(inputs)
         self._changes: dict[str, Any] = {}
         args, kwargs = release(pytree.tree_unflatten(inputs, nesting))
+        kwargs, drawn = without_draws(kwargs)
         kwargs, attributes = without_attributes(kwargs)
+        if trace is not None:
+            trace.ahead = drawn
         exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
         with entries_exchanged(self.recorder.containers.held, exchange.exchanged), self.recorder.carrying(attributes):
             with self.recorder, DataAccess(), exchange:

@@ -9,6 +9,7 @@
 - ``python_state``: the values of Python's that a trace has read, compared at every call; ``input_values``: those that
   it has read of the inputs.
 - ``carried_attributes``: those that calls read and change, which are given to them.
+- ``drawn_numbers``: those that calls draw of Python's ``random``, which are given to them.
 - ``plain_tensors``: tensors that a model holds without having registered them.
 - ``nesting``: nested values as leaves; ``caches``: those of generation among them; ``changed_arguments``: the dicts and
   lists that a call changes.

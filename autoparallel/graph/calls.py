@@ -34,7 +34,8 @@ class Call:
             buffers that are one tensor.
         autocast: the dtype of ``torch.autocast`` around it; None outside.
         caches: the caches of generation that are handed in, which become what the call makes of them.
-        attributes: how many of its last leaves are attributes of the model (see ``graph.carried_attributes``).
+        attributes: how many of its last leaves are attributes of the model (see ``graph.carried_attributes``), or drawn
+            for it (see ``graph.drawn_numbers``).
     """
 
     leaves: tuple[Any, ...]
@@ -152,8 +153,8 @@ def opened(specs: Sequence[Any], changing: Sequence[tuple[int | float, ...]]) ->
 
 
 def without_numbers(specs: Sequence[Any]) -> tuple[Any, ...]:
-    """The inputs of a call with all numbers fixed."""
-    return tuple([s.value if isinstance(s, NumberSpec) else s for s in specs])
+    """The inputs of a call with all numbers fixed, but for those that are drawn for it."""
+    return tuple([s.value if isinstance(s, NumberSpec) and not s.is_drawn else s for s in specs])
 
 
 def closed(specs: Sequence[Any], batch: bool = True) -> tuple[Any, ...]:
@@ -211,8 +212,11 @@ def sizes_of(captured: Captured, specs: Sequence[Any]) -> dict[Any, int]:
 
 def values_of(captured: Captured, specs: Sequence[Any]) -> dict[Any, int | float]:
     """The values in a call of the symbols of sizes and of numbers."""
-    arguments = dict(zip(captured.inputs, without_numbers(specs), strict=True))
-    return sizes_of(captured, specs) | {symbol: arguments[name] for symbol, name in captured.number_symbols.items()}
+    arguments = dict(zip(captured.inputs, specs, strict=True))
+    numbers = {symbol: arguments[name] for symbol, name in captured.number_symbols.items()}
+    return sizes_of(captured, specs) | {
+        symbol: number.value if isinstance(number, NumberSpec) else number for symbol, number in numbers.items()
+    }
 
 
 def count_microbatches(most: int, rows: int, fits: Callable[[int], bool]) -> int:

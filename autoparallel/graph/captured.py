@@ -145,7 +145,7 @@ class Captured:
         state: the values of Python's that the trace has read.
         next_state: those that the next call reads, where this one fills what is empty and the graph is that of both.
         draws: how many times a call draws random numbers.
-        python_draws: how many times it draws from Python's ``random`` what decides nothing.
+        drawn: how many numbers it draws one by one, by what they are drawn from (see ``graph.drawn_numbers``).
         runs: the layers that are alike; passes that rewrite the graph before it is planned leave their nodes' names.
         left_out: the indices of outputs that the graph does not make any more; it has the loss in their place.
         time_first: the line of the recurrent layer that takes the first dim of the first input for time, where one
@@ -175,7 +175,7 @@ class Captured:
     state: PythonState = field(default_factory=PythonState)
     next_state: PythonState | None = None
     draws: int = 0
-    python_draws: int = 0
+    drawn: Mapping[str, int] = field(default_factory=dict)
     runs: tuple[Run, ...] = ()
     lengths: frozenset[sympy.Symbol] = frozenset()
     guards: tuple[SizeGuard, ...] = ()
@@ -453,10 +453,12 @@ class NumberSpec:
     Attributes:
         kind: int or float.
         value: in the actual call.
+        is_drawn: whether it is drawn for the call (see ``graph.drawn_numbers``): then it is always open.
     """
 
     kind: type
     value: int | float = field(compare=False, repr=False)
+    is_drawn: bool = False
 
     @property
     def dtype(self) -> torch.dtype:

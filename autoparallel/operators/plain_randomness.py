@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autoparallel import _torch
-from autoparallel.operators.random import RandomState, draw_from
+from autoparallel.operators.random import RandomState, alone, draw_from
 from autoparallel.operators.torch_random import BASIC, Draw, EagerEmit, arguments_of, rrelu_slope, silent
 
 aten = torch.ops.aten
@@ -32,6 +32,7 @@ class _Numbered(_torch.export.AttendingMode):
         super().__init__()
         self.state = state
         self.numbers: dict[bytes, int] = {}  # by the state that torch's generator had
+        self.alone: dict[bytes, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -44,7 +45,8 @@ class _Numbered(_torch.export.AttendingMode):
         if func not in BASIC and func not in _FUSED:
             raise UnsupportedRandomness(f"{func} draws random numbers that a compiled model cannot draw")
         with draw_from(self.state):
-            draw = Draw(EagerEmit(), func, arguments, self._take)
+            is_alone = func is aten.rand.default and not arguments["size"]
+            draw = Draw(EagerEmit(), func, arguments, self._take_alone if is_alone else self._take)
             if func in _FUSED:
                 return _FUSED[func](draw)
             value = BASIC[func](draw)
@@ -55,6 +57,12 @@ class _Numbered(_torch.export.AttendingMode):
         state = torch.get_rng_state().numpy().tobytes()
         torch.rand((), generator=torch.default_generator)
         return self.numbers.setdefault(state, len(self.numbers))
+
+    def _take_alone(self) -> int:
+        """The same of ``torch.rand([])``."""
+        state = torch.get_rng_state().numpy().tobytes()
+        torch.rand((), generator=torch.default_generator)
+        return self.alone.setdefault(state, alone(len(self.alone)))
 
 
 def _dropout(draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:

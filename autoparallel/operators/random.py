@@ -66,6 +66,34 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
+def digits_of(dtype: torch.dtype) -> int:
+    """How many binary digits a number of a dtype has."""
+    return _DIGITS.get(dtype, 53)
+
+
+def number_alone(state: RandomState, place: int) -> float:
+    """A number in [0, 1): what ``torch.rand([])`` draws in float64.
+
+    Such draws are numbered by themselves, downwards: what a call draws beside them may depend on them.
+
+    Args:
+        place: among those of the call.
+    """
+    z = _mix(_key(state, alone(place)) ^ 0)
+    z = ((z ^ (z >> 30)) * _FIRST) & _MASK64
+    z = ((z ^ (z >> 27)) * _SECOND) & _MASK64
+    return ((z ^ (z >> 31)) >> 11) * 2.0**-53
+
+
+def alone(place: int) -> int:
+    """The number of a draw of ``torch.rand([])``, by its place among those of the call."""
+    return -1 - place
+
+
+def _key(state: RandomState, number: int) -> int:
+    return _mix(_mix(_mix(state.seed & _MASK64) ^ (state.first + number)) ^ state.call)
+
+
 def _as_signed(z: int) -> int:
     return z - (1 << 64) if z >= 1 << 63 else z
 
@@ -88,7 +116,7 @@ class Numbers:
 
     def __init__(self, number: int, shape: Sequence[int], shards: str, device: torch.device) -> None:
         state = _STATE.value
-        self._key = _mix(_mix(_mix(state.seed & _MASK64) ^ (state.first + number)) ^ state.call)
+        self._key = _key(state, number)
         self._scaled = _positions(shape, shards, device) * _as_signed(_GAMMA)
 
     def bits(self, stream: int = 0) -> Tensor:
@@ -104,7 +132,7 @@ class Numbers:
 
     def uniform(self, dtype: torch.dtype) -> Tensor:
         """In [0, 1), in float64, but with no more digits than ``dtype`` has, so that a cast does not give 1."""
-        digits = _DIGITS.get(dtype, 53)
+        digits = digits_of(dtype)
         return _logical_shift(self.bits(), 64 - digits).double() * 2.0**-digits
 
     def inside(self, stream: int = 0) -> Tensor:

@@ -12,7 +12,9 @@ from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.graph.carried_attributes import CARRIED, ChangesAttributesError, as_argument, describe_attributes
+from autoparallel.graph.drawn_numbers import DRAWS, DrawsNumbersError, describe_draws, drawn_ahead
 from autoparallel.graph.plain_tensors import attribute_at
+from autoparallel.operators import RandomState
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.planner import Planner
@@ -82,7 +84,8 @@ def call_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, with_t
 
 
 def capture_given(planner: Planner, call: Call) -> tuple[Captured, Call]:
-    """The forward graph of a call, and the call with those attributes of the model beside its inputs that it changes.
+    """The forward graph of a call, and the call with those attributes of the model beside its inputs that it changes,
+    and the numbers that it draws of Python's ``random``.
 
     Raises:
         CaptureError: when the model cannot be captured.
@@ -90,11 +93,25 @@ def capture_given(planner: Planner, call: Call) -> tuple[Captured, Call]:
     try:
         return planner.capture(call), call
     except ChangesAttributesError as error:
-        args, kwargs = pytree.tree_unflatten(call.specs, call.in_spec)
-        if CARRIED in kwargs:
+        if CARRIED in pytree.tree_unflatten(call.specs, call.in_spec)[1]:
             raise
         argument = as_argument({x: attribute_at(planner.model, x, planner.request.loss_fn) for x in error.values})
-    in_spec = pytree.tree_structure((args, {**kwargs, CARRIED: argument}))
-    more = describe_attributes(argument)
-    layouts = (*call.layouts, *[None] * len(more))
-    return capture_given(planner, replace(call, specs=(*call.specs, *more), layouts=layouts, in_spec=in_spec))
+        given = _given(call, CARRIED, argument, describe_attributes(argument))
+    except DrawsNumbersError as error:
+        before = pytree.tree_unflatten(call.specs, call.in_spec)[1].get(DRAWS, {})
+        counts = {source: len(numbers) for source, numbers in before.items()} | {error.source: error.count}
+        drawn = drawn_ahead(counts, RandomState(0, 0))
+        given = _given(call, DRAWS, drawn, describe_draws(drawn))
+    return capture_given(planner, given)
+
+
+def _given(call: Call, name: str, argument: Any, specs: Sequence[Any]) -> Call:
+    """A call with one keyword argument more, or another one of that name.
+
+    Args:
+        specs: the inputs that the argument is.
+    """
+    args, kwargs = pytree.tree_unflatten(call.specs, call.in_spec)
+    more = {name: pytree.tree_unflatten(specs, pytree.tree_structure(argument))}
+    described, in_spec = pytree.tree_flatten((args, {**kwargs, **more}))
+    return replace(call, specs=tuple(described), layouts=(None,) * len(described), in_spec=in_spec)

@@ -114,7 +114,7 @@ def _require_same_python(first: Way, second: Way, refused: Callable[[str], Captu
         raise refused(f"one sets {changed[0]}")
     if changed := sorted(first.recorder.rebound ^ second.recorder.rebound):
         raise refused(f"one binds the buffer {changed[0]} anew: write into it, {changed[0]}.copy_(...)")
-    if first.draws != second.draws or len(first.trace.drawn) != len(second.trace.drawn):
+    if first.draws != second.draws or first.trace.counts != second.trace.counts:
         raise refused(_DRAWS)
 
 

@@ -47,14 +47,13 @@ def _stand_in(function: Callable[..., Any], of_open: Callable[..., Any]) -> Call
     return of_any
 
 
-FUNCTIONS_OF_MATH: Mapping[str, Callable[..., Any]] = {name: getattr(math, name) for name in _OF_OPEN}
-OF_MATH: Mapping[str, Callable[..., Any]] = {
-    name: _stand_in(f, _OF_OPEN[name]) for name, f in FUNCTIONS_OF_MATH.items()
+OF_MATH: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    name: (getattr(math, name), _stand_in(getattr(math, name), of_open)) for name, of_open in _OF_OPEN.items()
 }
-"""What stands for them while a model is traced."""
+"""Functions of ``math`` by their names, and what stands for them while a model is traced."""
 
 NAMES: tuple[tuple[Any, str, Any], ...] = (
-    *((math, name, stand_in) for name, stand_in in OF_MATH.items()),
+    *((math, name, stand_in) for name, (_, stand_in) in OF_MATH.items()),
     # numpy calls methods of these names of what is no number to it.
     *((kind, name, of_open) for kind in _OPEN for name, of_open in _OF_OPEN.items() if name != "pow"),
 )

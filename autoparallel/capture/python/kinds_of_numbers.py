@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 
-from autoparallel.capture.python.functions_of_numbers import FUNCTIONS_OF_MATH, OF_MATH
 from autoparallel.graph.python_state import OURS, is_library
 
 _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
@@ -67,21 +66,26 @@ STAND_INS: Mapping[str, Any] = {"isinstance": _is_instance, "type": _Type, "divm
 
 def is_stand_in(value: Any) -> bool:
     """Whether a global of a user's module is there only while a model is traced."""
-    return any(value is stand_in for stand_in in (*STAND_INS.values(), *OF_MATH.values()))
+    code = getattr(value, "__code__", None)
+    return value is _Type or isinstance(code, CodeType) and code.co_filename.startswith(OURS)
 
 
 @contextmanager
-def stand_ins_in_modules() -> Iterator[None]:
-    """Inside, the functions of the users' modules call the stand-ins, but where a module has such a name of its own."""
-    changed: list[tuple[dict[str, Any], set[str], dict[str, Any]]] = []
+def stand_ins_in_modules(functions: Sequence[tuple[str, Any, Any]]) -> Iterator[None]:
+    """Inside, the functions of the users' modules call the stand-ins, but where a module has such a name of its own.
+
+    Args:
+        functions: those of libraries that modules may have imported, by their names, with what stands for them.
+    """
+    changed: list[tuple[dict[str, Any], set[str], list[tuple[str, Any, Any]]]] = []
     for name, module in [*sys.modules.items()]:
         table = vars(module) if isinstance(module, ModuleType) else {}
         file = table.get("__file__")
         if name == "__main__" or file is not None and _is_users(file):
             added = STAND_INS.keys() - table.keys()
-            imported = {name: f for name, f in FUNCTIONS_OF_MATH.items() if table.get(name) is f}
+            imported = [(name, f, stand_in) for name, f, stand_in in functions if table.get(name) is f]
             table.update({name: STAND_INS[name] for name in added})
-            table.update({name: OF_MATH[name] for name in imported})
+            table.update({name: stand_in for name, _, stand_in in imported})
             changed.append((table, added, imported))
     try:
         yield
@@ -89,7 +93,7 @@ def stand_ins_in_modules() -> Iterator[None]:
         for table, added, imported in changed:
             for name in added:
                 table.pop(name, None)
-            table.update(imported)
+            table.update({name: f for name, f, _ in imported})
 
 
 @functools.cache

@@ -7,7 +7,7 @@
 - ``checks``: those of values that only raise, left out; ``texts``: those of values, which are read or ``messages``;
   ``errors``: who catches what is
   raised; ``sources``: what stands in the source around an instruction; ``collectives``: what a model sends itself;
-  ``drawn_numbers``: draws that decide nothing; ``seeding``: generators that a model sets;
+  ``drawn_numbers`` and ``drawn_scalars``: what is drawn one by one; ``seeding``: generators that a model sets;
   ``tensor_attributes``: what the user has set on tensors; ``values_read``: what torch's own functions read of values;
   ``numbers_read``: what Python reads, and ``inputs_read``: what of that follows from the inputs.
 """

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from autoparallel import _torch
+from autoparallel.capture.tracing.drawn_scalars import number_of
 from autoparallel.capture.tracing.errors import is_caught
 from autoparallel.capture.tracing.trace import Trace, listening
 from autoparallel.graph.lines import line_of_frame
@@ -50,6 +51,8 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         trace.left_out[line_of_frame(frame)] = None
         return passes
     alone = func is not _SYM_BOOL and len(args) + len(kwargs) == 1
+    if alone and (number := number_of(trace, tensor)) is not None:
+        return number if func is Tensor.item else bool(number)
     if alone and (answer := trace.read(func, tensor)) is not None:
         return answer
     if func is _SYM_BOOL and frame.f_code.co_filename.startswith(_MODULES_OF_TORCH):

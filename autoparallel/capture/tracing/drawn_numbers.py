@@ -1,9 +1,12 @@
-"""Numbers that a traced model draws from Python's ``random``, where they decide nothing.
+"""Numbers that a traced model draws one by one from Python's ``random`` or from ``numpy.random``.
 
-LayerDrop draws a number for every layer and compares it with its rate, also where that is zero.  So a number that is
-drawn while a model is traced knows only its range: a comparison that is the same for the whole range is answered, and
-whatever else is done with the number is refused.  The program draws as often as the model does, so that Python's
-generator goes on as without it; each draw takes one step of it.
+What a call is given (see ``graph.drawn_numbers``) is a number that the trace leaves open: what the model asks of it is
+asked at every call, and what it computes by it is computed of that call's.
+
+A call is given none until it depends on one.  LayerDrop draws a number for every layer and compares it with its rate,
+also where that is zero: a number that is not given knows its range, and a comparison that is the same for the whole
+range is answered.  The program draws as often as the model does, so that the generators go on as without it; each
+draw takes one step of theirs.
 """
 
 from __future__ import annotations
@@ -13,11 +16,15 @@ import operator
 import random
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from autoparallel.capture.tracing.trace import listening
+import numpy as np
+import torch
+
+from autoparallel.capture.tracing.trace import Trace, listening
 from autoparallel.graph.captured import refused_draw
+from autoparallel.graph.drawn_numbers import NUMPY, RANDOM, DrawsNumbersError
 from autoparallel.graph.lines import line_of_frame
 
 _LARGEST = 1 - 2.0**-53  # that random() returns
@@ -28,14 +35,15 @@ class DrawnNumber:
 
     Args:
         ends: of what may be drawn, the smaller one first.
-        line: at which it is drawn.
+        trace: in which it is drawn.
+        source: what from.
 
     Raises:
-        CaptureError: when something is done with it that depends on the draw.
+        DrawsNumbersError: when something is done with it that depends on the draw.
     """
 
-    def __init__(self, ends: tuple[float, float], line: str) -> None:
-        self._ends, self._line = ends, line
+    def __init__(self, ends: tuple[float, float], trace: Trace, source: str) -> None:
+        self._ends, self._trace, self._source = ends, trace, source
 
     def _compare(self, other: Any, comparison: Callable[[Any, Any], bool]) -> bool:
         if isinstance(other, int | float):
@@ -57,7 +65,7 @@ class DrawnNumber:
         return self._compare(other, operator.ge)
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise refused_draw("Python's random", self._line)
+        raise depends_on_draws(self._trace, self._source)
 
     __eq__ = __ne__ = __bool__ = __float__ = __int__ = __index__ = __round__ = __str__ = __format__ = _refuse
     __neg__ = __pos__ = __abs__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
@@ -65,37 +73,81 @@ class DrawnNumber:
     __hash__ = _refuse
 
 
-def require_dropped(drawn: Sequence[tuple[str, weakref.ref[DrawnNumber]]]) -> None:
-    """Raises CaptureError where a call has kept a number that it has drawn, which may yet decide something.
+def depends_on_draws(trace: Trace, source: str) -> DrawsNumbersError:
+    """What says that a call is to be given the numbers that it draws, and at least twice as many as before."""
+    lines = trace.drawn[source]
+    return DrawsNumbersError(
+        str(refused_draw(source, lines[-1])), source, max(2 * len(trace.ahead.get(source, ())), len(lines))
+    )
+
+
+def require_dropped(trace: Trace) -> None:
+    """Raises DrawsNumbersError where a call has kept a number that it has drawn and was not given, which may yet decide
+    something."""
+    for source, number in trace.ranges:
+        if number() is not None:
+            raise depends_on_draws(trace, source)
+
+
+def _stand_in(source: str, original: Callable[..., float], ends: Callable[..., tuple[Any, Any]]) -> Any:
+    """What stands for a function that draws one number while a model is traced.
 
     Args:
-        drawn: as ``Trace.drawn``.
+        ends: takes what the function is given; raises TypeError where that asks for something else than one number.
     """
-    for line, number in drawn:
-        if number() is not None:
-            raise refused_draw("Python's random", line)
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        trace = listening()
+        if trace is None:
+            return original(*args, **kwargs)
+        try:
+            low, high = ends(*args, **kwargs)
+        except TypeError:
+            return original(*args, **kwargs)
+        if not all(isinstance(x, int | float | torch.SymFloat) for x in (low, high)):
+            return original(*args, **kwargs)
+        return _draw(trace, source, low, high, line_of_frame(sys._getframe(1)))
+
+    return draw
 
 
-def draw_random() -> Any:
-    """As ``random.random()``; while a model is traced, what is known of it."""
-    return _RANDOM() if listening() is None else _draw(0.0, _LARGEST)
-
-
-def draw_uniform(a: Any, b: Any) -> Any:
-    """As ``random.uniform()``; while a model is traced, what is known of it."""
-    if listening() is None or not all(isinstance(x, int | float) and math.isfinite(x) for x in (a, b)):
-        return _UNIFORM(a, b)
-    return _draw(a + (b - a) * 0.0, a + (b - a) * _LARGEST)
-
-
-def _draw(*ends: float) -> DrawnNumber:
-    trace = listening()
-    assert trace is not None
-    line = line_of_frame(sys._getframe(2))
-    number = DrawnNumber((min(ends), max(ends)), line)
-    trace.drawn.append((line, weakref.ref(number)))
+def _draw(trace: Trace, source: str, low: Any, high: Any, line: str) -> Any:
+    """A number from ``low`` to ``high``, as ``uniform()`` makes it."""
+    ahead, drawn = trace.ahead.get(source, ()), trace.drawn.setdefault(source, [])
+    drawn.append(line)
+    if len(drawn) <= len(ahead):
+        return low + (high - low) * ahead[len(drawn) - 1]
+    if not all(isinstance(x, int | float) and math.isfinite(x) for x in (low, high)):
+        raise depends_on_draws(trace, source)
+    ends = low, low + (high - low) * _LARGEST
+    number = DrawnNumber((min(ends), max(ends)), trace, source)
+    trace.ranges.append((source, weakref.ref(number)))
     return number
 
 
-_RANDOM, _UNIFORM = random.random, random.uniform
-NAMES: tuple[tuple[Any, str, Any], ...] = ((random, "random", draw_random), (random, "uniform", draw_uniform))
+def _of_random() -> tuple[float, float]:
+    return 0.0, 1.0
+
+
+def _of_uniform(a: Any, b: Any) -> tuple[Any, Any]:
+    return a, b
+
+
+def _of_numpy(low: Any = 0.0, high: Any = 1.0) -> tuple[Any, Any]:
+    return low, high
+
+
+_FUNCTIONS: tuple[tuple[Any, str, str, Callable[..., tuple[Any, Any]]], ...] = (
+    (random, "random", RANDOM, _of_random),
+    (random, "uniform", RANDOM, _of_uniform),
+    (np.random, "random", NUMPY, _of_random),
+    (np.random, "random_sample", NUMPY, _of_random),
+    (np.random, "rand", NUMPY, _of_random),
+    (np.random, "uniform", NUMPY, _of_numpy),
+)
+_STAND_INS = [(owner, name, getattr(owner, name), source, ends) for owner, name, source, ends in _FUNCTIONS]
+DRAWS: tuple[tuple[Any, str, Any, Any], ...] = tuple(
+    (owner, name, original, _stand_in(source, original, ends)) for owner, name, original, source, ends in _STAND_INS
+)
+"""Functions that draw one number, where they stand and by their names, with what stands for them while a model is
+traced."""

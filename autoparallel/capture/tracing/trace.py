@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
@@ -75,7 +76,11 @@ class Trace:
         reads_values: whether Python reads a tensor's value.
         asked_at: the line at which it asks first whether it is compiled; None for a model that does not.
         fixed: the lines at which the model fixed a size that was open, by the size.
-        drawn: the numbers that it has drawn from Python's ``random``, with the lines, as long as they live.
+        ahead: the numbers that the call is given to draw, by what they are drawn from (see ``graph.drawn_numbers``).
+        drawn: the lines at which it has drawn them.
+        ranges: what the numbers are drawn from that it was not given, with these, as long as they live.
+        scalars: the tensors of one number that it has drawn, and comparisons of them, by id, with their versions and
+            what is known of them.
         listening: whether the model's own Python runs.
         counting: tensors that count up by one along their last dim, by id, with their version.
         has_leaves: whether the model has made a tensor of its own require gradients, which nobody is given.
@@ -114,13 +119,21 @@ class Trace:
         self.numbers: dict[Any, tuple[int, int | float]] = {}
         self.assumed: dict[Any, None] = {}
         self._answered: dict[str, bool] = {}  # by key
-        self.drawn: list[tuple[str, weakref.ref[Any]]] = []
+        self.ahead: Mapping[str, tuple[Any, ...]] = {}
+        self.drawn: dict[str, list[str]] = {}
+        self.ranges: list[tuple[str, weakref.ref[Any]]] = []
+        self.scalars: dict[int, tuple[Tensor, int, Any]] = {}
         self.left_out = left_out
         self.listening = True
 
     def original(self, value: Any) -> Any:
         """What the user has for an object of the traced copy."""
         return self.originals.get(id(value), value)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many numbers it has drawn one by one, by what they are drawn from."""
+        return {source: len(lines) for source, lines in self.drawn.items()}
 
     def note_counting(self, x: Tensor) -> None:
         """Notes that a tensor counts up by one along its last dim, as long as nothing is written into it."""
@@ -157,18 +170,33 @@ class Trace:
 
     def compare(self, relation: _torch.export.SymNode) -> bool | None:
         """What the model is told that compares numbers which are left open; None where other values decide."""
-        symbols = relation.expr.free_symbols
+        value = self._value_of(relation)
+        if value is None:
+            return None
+        self.assumed[_torch.numbers.condition(relation.expr, bool(value))] = None
+        return bool(value)
+
+    def cut(self, number: _torch.export.SymNode) -> int | None:
+        """The whole number that the model is told which makes one of floats (``int(4 * x)``) that are left open; None
+        where other values decide."""
+        value = None if number.expr.is_Symbol else self._value_of(number)
+        if value is None:
+            return None
+        self.assumed[sympy.Eq(number.expr, int(value))] = None
+        return int(value)
+
+    def _value_of(self, node: _torch.export.SymNode) -> float | None:
+        """What is made of numbers that are left open, in this call; None where none is in it, or other values are."""
+        symbols = node.expr.free_symbols
         if symbols.isdisjoint(self.numbers):
             return None
         values: dict[Any, float] = {}
         for symbol in symbols:
-            value = self.numbers[symbol][1] if symbol in self.numbers else _torch.export.hint_of(relation, symbol)
+            value = self.numbers[symbol][1] if symbol in self.numbers else _torch.export.hint_of(node, symbol)
             if value is None:
                 return None
             values[symbol] = value
-        answer = bool(_torch.numbers.evaluator(relation.expr)(values))
-        self.assumed[_torch.numbers.condition(relation.expr, answer)] = None
-        return answer
+        return _torch.numbers.evaluator(node.expr)(values)
 
     def read(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         """What a function reads of a tensor's values, where Python may be told (see ``inputs_read``); else None."""

@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoparallel import _torch
 from autoparallel.capture.python.functions_of_numbers import NAMES as OF_NUMBERS
+from autoparallel.capture.python.functions_of_numbers import OF_MATH
 from autoparallel.capture.python.globals_read import without_model
 from autoparallel.capture.python.kinds_of_numbers import stand_ins_in_modules
 from autoparallel.capture.refusals.data_access import KERNEL_CURE
@@ -42,7 +43,8 @@ from autoparallel.capture.tracing.backward_hooks import HANDLERS, backward_hook
 from autoparallel.capture.tracing.checks import CHECKED
 from autoparallel.capture.tracing.checks import NAMES as ASKED
 from autoparallel.capture.tracing.collectives import NAMES as COLLECTIVES
-from autoparallel.capture.tracing.drawn_numbers import NAMES as DRAWS
+from autoparallel.capture.tracing.drawn_numbers import DRAWS
+from autoparallel.capture.tracing.drawn_scalars import DRAWING
 from autoparallel.capture.tracing.functions import function_apply
 from autoparallel.capture.tracing.numbers_read import NAMES as NUMBERS_READ
 from autoparallel.capture.tracing.numbers_read import READS
@@ -151,6 +153,7 @@ _FOLLOWED = {
     **READS,
     **READING,
     **ATTENTION,
+    **DRAWING,
 }
 
 
@@ -248,6 +251,8 @@ def _convert(original: Callable[..., Any]) -> Callable[..., Any]:
         by_model = not frame.f_code.co_filename.startswith((OURS, _torch.export.FOLDER))
         if by_model and trace is not None and original is _GUARD_FLOAT and self.expr.free_symbols:
             trace.fixed.setdefault(-len(trace.fixed), line_of_frame(frame))
+        if trace is not None and original is _INT and (whole := trace.cut(self)) is not None:
+            return whole
         try:
             return original(self, *place)
         except _torch.export.OF_TRACES as error:
@@ -394,6 +399,7 @@ _ASKED: tuple[Any, ...] = (torch.compiler.is_compiling, torch.compiler.is_export
 _VALIDATE_DEVICE = getattr(*_torch.export.VALIDATE_DEVICE)
 _TO = torch.nn.Module.to
 _HASH = torch.SymInt.__hash__
+_INT = _torch.export.SymNode.int_
 _GUARD_FLOAT = _torch.export.SymNode.guard_float
 _IS_SCRIPTING: Any = vars(torch.jit)["is_scripting"]
 _CALL_SCRIPT: Any = torch._C.ScriptFunction.__call__
@@ -423,7 +429,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     (_IS_SCRIPTING, "__code__", _as_told.__code__),
     *ASKED,
     *COLLECTIVES,
-    *DRAWS,
+    *((owner, name, stand_in) for owner, name, _, stand_in in DRAWS),
     *NUMBERS_READ,
     *OF_NUMBERS,
     *SEEDS,
@@ -442,6 +448,13 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     (_SAVED, "__enter__", _enter_saved_tensors_hooks),
     (_SAVED, "__exit__", _exit_saved_tensors_hooks),
 )
+
+
+_IMPORTED = [
+    *((name, function, stand_in) for name, (function, stand_in) in OF_MATH.items()),
+    *((name, function, stand_in) for _, name, function, stand_in in DRAWS),
+]
+"""What modules may have imported from libraries, by its name, with what stands for it."""
 
 
 class _Replacements:
@@ -465,7 +478,7 @@ def _replaced_names() -> Iterator[None]:
                 before = getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner).get(name, _ABSENT)
                 _REPLACEMENTS.stack.callback(_put_back, owner, name, before)
                 setattr(owner, name, new)
-            _REPLACEMENTS.stack.enter_context(stand_ins_in_modules())
+            _REPLACEMENTS.stack.enter_context(stand_ins_in_modules(_IMPORTED))
         _REPLACEMENTS.traces += 1
     try:
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from autoparallel.graph.caches import release
 from autoparallel.graph.calls import Call, sizes_of, values_of
 from autoparallel.graph.captured import Captured, leaf_value
 from autoparallel.graph.changed_arguments import ARGUMENTS, ENTRIES, change_entries, make_changes
+from autoparallel.graph.drawn_numbers import move_on
 from autoparallel.graph.lines import place_of_error
 from autoparallel.graph.nesting import unflatten
 from autoparallel.graph.plain_tensors import attribute_at, holder_of, rebind, set_at, tensor_at
@@ -51,8 +51,7 @@ def run_call(kinds: Kinds, plain: nn.Module, read: ReadCall, args: Sequence[Any]
             if store.window is not None and torch.is_grad_enabled():
                 _require_weight(kind, store.window)
             draws = captured.draws
-            for _ in range(captured.python_draws):
-                random.random()
+            move_on(captured.drawn)
             results = kind.runner.run(call, STREAM.draw(kinds.exchange.place) if draws else RandomState(0, 0))
             settle(store.prefix)
             kinds.calls += call.is_training

@@ -10,7 +10,7 @@ values show that, and a sample of them is shown, too (see ``check_inputs`` of ``
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -19,7 +19,7 @@ from autoparallel import _torch
 from autoparallel.comm.waiting import RankMismatchError
 from autoparallel.graph.calls import Call
 from autoparallel.runtime.gradients.store import GradientStore
-from autoparallel.runtime.ranks.agreement import Agreement, digest, is_same, tensor_digest
+from autoparallel.runtime.ranks.agreement import ROW, Agreement, digest, is_same, tensor_digest
 from autoparallel.runtime.ranks.randomness import STREAM, Place, pack, unpack
 from autoparallel.runtime.ranks.replicas import SIZE, Replicas
 
@@ -31,6 +31,9 @@ SAMPLE = 512
 
 SELDOM = 100
 """The number of calls from one comparison to the next where each waits for an accelerator."""
+
+_AT_ONCE = (ROW - 32) // 8
+"""So many numbers are shown beside a digest."""
 
 AS_DTENSOR = ", or give each rank its own rows: model(*model.local_rows((x, y))), with those that model.sampler() names"
 
@@ -134,6 +137,16 @@ class Exchange:
             table[:, :32], "the ranks use the model differently:", lambda: f"{what}; {self._so_far()}"
         )
         return table[:, 32 : 32 + 8 * len(numbers)].contiguous().view(torch.float64).T.tolist()
+
+    def of_first(self, numbers: Sequence[float]) -> tuple[float, ...]:
+        """The first rank's numbers, of some that all ranks bring to a call."""
+        if self.agreement.alone or self.agreement.broken:
+            return tuple(numbers)
+        taken: list[float] = []
+        for start in range(0, len(numbers), _AT_ONCE):
+            shown = self.of_other("a call that draws numbers", *numbers[start : start + _AT_ONCE])
+            taken += [first for first, *_ in shown]
+        return tuple(taken)
 
     def of_backward(self) -> Callable[[], None]:
         """Shows the other ranks that a backward comes; what is returned raises where none of this model does."""

@@ -7,6 +7,7 @@ together; from then on a call of it finds its program as soon as the ranks have 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +41,9 @@ from autoparallel.graph.carried_attributes import (
     describe_attributes,
     number_of,
 )
+from autoparallel.graph.drawn_numbers import DrawsNumbersError, drawn_ahead
 from autoparallel.graph.python_state import OF_INPUTS, PythonState
+from autoparallel.operators import RandomState
 from autoparallel.placements import Layout, format_layout
 from autoparallel.plan import Plan
 from autoparallel.runtime.calls.exchange import CHECKED_CALLS, Exchange
@@ -48,6 +51,7 @@ from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.programs.pipeline import PipelineRunner
 from autoparallel.runtime.programs.runner import Runner
 from autoparallel.runtime.ranks.agreement import Agreement
+from autoparallel.runtime.ranks.randomness import STREAM
 from autoparallel.text import LOGGER
 
 ReadCall = Callable[[], tuple[Call, str | None]]
@@ -158,6 +162,7 @@ class Kinds:
         plan: of the first kind; None before.
         calls: how many calls in training mode the model has had.
         carried: the attributes of the model that calls read and change, by label, each with a value that a call made.
+        draws: how many numbers calls are given to draw, by which some of them go on, by what they are drawn from.
     """
 
     def __init__(self, maker: KindMaker, exchange: Exchange) -> None:
@@ -165,6 +170,7 @@ class Kinds:
         self.plan: Plan | None = None
         self.calls = 0
         self.carried: dict[str, Any] = {}
+        self.draws: dict[str, int] = {}
         self._kinds: dict[Key, list[Kind]] = {}  # of calls whose sizes the model is answered about in several ways
         self._ready: dict[object, Kind] = {}  # by kind and shapes: calls whose sizes are known to fit
         self._structures: dict[object, int] = {}
@@ -194,6 +200,14 @@ class Kinds:
             tuple([first.setdefault(id(buffer), place) for place, buffer in buffers]),
         )
         return self._structures.setdefault(structure, len(self._structures))
+
+    def draw_ahead(self) -> dict[str, tuple[float, ...]]:
+        """The numbers that a call is given to draw: on every rank those that the first rank would draw."""
+        if not self.draws:
+            return {}
+        drawn = drawn_ahead(self.draws, RandomState(*STREAM.place()))
+        numbers = iter(self.exchange.of_first([number for numbers in drawn.values() for number in numbers]))
+        return {source: tuple(itertools.islice(numbers, count)) for source, count in self.draws.items()}
 
     # -- before a call and before a backward ------------------------------------------------------------------------
 
@@ -311,6 +325,9 @@ class Kinds:
                     raise CaptureError(str(error)) from None
                 self.carried.update(error.values)
                 self._changed_at.update(error.lines)
+            except DrawsNumbersError as error:
+                self.draws[error.source] = error.count
+                return self.of(read)
             except FailsUntraced as error:
                 if error.raised_by_model is None:
                     raise
@@ -341,7 +358,7 @@ class Kinds:
         """Raises where the floats or strings that a call changes have had many values, each with a trace of its own."""
         carried = pytree.tree_unflatten(call.specs, call.in_spec)[1].get(CARRIED, ({}, {}))[1]
         for label, spec in carried.items():
-            value = spec.value if isinstance(spec, NumberSpec) and not captured.numbers else spec
+            value = spec.value if isinstance(spec, NumberSpec) and _fixes(captured, call) else spec
             if not isinstance(value, float | str) or label not in captured.attributes:
                 continue
             values = self._fixed.setdefault(label, {})
@@ -416,7 +433,7 @@ class Kinds:
         states = self._states.setdefault(key.call, [])
         changes = [(label, state) for state in states if (label := state.changed(call.values)) is not None]
         self.plan = self.plan or kind.plan
-        if any(isinstance(s, NumberSpec) for s in call.specs) and not kind.runner.captured.numbers:
+        if _fixes(kind.runner.captured, call):
             self._fixing.add(self._form(call))
             key = self._key(replace(call, specs=without_numbers(call.specs)))
             states = self._states.setdefault(key.call, [])
@@ -456,6 +473,12 @@ def _describe_input(path: Sequence[Any], spec: InputSpec | Any, layout: Layout |
     if isinstance(spec, InputSpec):
         return f"{name} {number_of(spec.shape)}"
     return repr(spec.value if isinstance(spec, NumberSpec) else spec)
+
+
+def _fixes(captured: Captured, call: Call) -> bool:
+    """Whether a model fixes the numbers of a call that were to be open."""
+    numbers = [i for i, spec in enumerate(call.specs) if isinstance(spec, NumberSpec) and not spec.is_drawn]
+    return bool(numbers) and numbers[0] not in captured.numbers
 
 
 def _first_fitting(kinds: Sequence[Kind], call: Call) -> Kind | None:

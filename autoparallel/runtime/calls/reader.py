@@ -18,6 +18,7 @@ from autoparallel.comm.world import elsewhere, from_host
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import InputSpec, describe_inputs
 from autoparallel.graph.carried_attributes import CARRIED, as_argument, describe_attributes, may_be_carried
+from autoparallel.graph.drawn_numbers import DRAWS, describe_draws
 from autoparallel.graph.hooks import hooks_of
 from autoparallel.graph.nesting import flatten
 from autoparallel.graph.plain_tensors import attribute_at
@@ -67,9 +68,11 @@ class CallReader:
         caches: list[Any] = []
         carried, problem = self._read_attributes() if self.kinds.carried else ({}, None)
         argument = as_argument(carried)
-        attributes = describe_attributes(argument)
-        leaves, in_spec = flatten((args, {**kwargs, CARRIED: argument} if carried else kwargs), caches)
-        count = len(leaves) - len(attributes)
+        drawn = self.kinds.draw_ahead()
+        more = [*describe_attributes(argument), *describe_draws(drawn)]
+        beside: dict[str, Any] = ({CARRIED: argument} if carried else {}) | ({DRAWS: drawn} if drawn else {})
+        leaves, in_spec = flatten((args, {**kwargs, **beside} if beside else kwargs), caches)
+        count = len(leaves) - len(more)
         mesh = self.kinds.maker.mesh
         modules = submodules(self.plain)
         listed = [p for m in modules for p in m._parameters.values() if p is not None]
@@ -95,13 +98,13 @@ class CallReader:
         specs, batch = describe_inputs(leaves[:count])
         if batch == 0 and any(isinstance(s, InputSpec) and s.shape[:1] == (0,) for s in specs):
             problem = "the batch is empty: its first tensor has 0 rows\nWhat to change: leave such batches out."
-        specs += attributes
+        specs += more
         training = tuple([m.training for m in modules])
         trainable = tuple([p.requires_grad for p in {id(p): p for p in listed}.values()])
         call = Call(
             tuple(local), tuple(specs), tuple(layouts), in_spec, batch, with_target, training, trainable,
             torch.is_grad_enabled(), hooks_of(modules), self.kinds.structure_of(modules), autocast, tuple(caches),
-            len(attributes),
+            len(more),
         )  # fmt: skip
         return call, problem
 

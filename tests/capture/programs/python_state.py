@@ -238,65 +238,6 @@ class ListOfTheCall(nn.Module):
 
 
 @program(refused="torch.where")
-class SkipsLayers(nn.Module):
-    """Stochastic depth with Python's generator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if random.random() < 0.5:  # refused
-                x = x + layer(x).tanh()
-        return x
-
-
-@program(observe=lambda _: torch.tensor([random.random()]))
-class SkipsNoLayers(nn.Module):
-    """Stochastic depth whose rates keep all layers, or none: what is drawn next is what is drawn next in eager."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            number = random.uniform(0, 1)
-            if self.training and number < 0.0 or random.random() >= 1 or random.uniform(2, -1) > 2:
-                continue
-            if random.uniform(-1, -2.0) > 0.0:
-                x = x + 100
-            x = x + layer(x).tanh()
-        return x
-
-
-@program(refused="torch.where")
-class DrawsForItself(nn.Module):
-    """A draw that a branch does not ask for, but the arithmetic."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * random.uniform(0.5, 1.5)  # refused
-
-
-@program(refused="outside of forward")
-class KeepsWhatItDraws(nn.Module):
-    """A draw that is kept, for later to be looked at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.last = random.random()  # refused
-        return self.layer(x)
-
-
-@program(refused="torch.where")
 class HidesWhatItDraws(nn.Module):
     """A draw that is kept where nobody looks."""
 
@@ -307,21 +248,6 @@ class HidesWhatItDraws(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.drawn[0] = random.randrange(256)  # refused
         return self.layer(x)
-
-
-@program(refused=".")
-class DrawsFromNumpy(nn.Module):
-    """LayerDrop with numpy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if not self.training or np.random.uniform() > 0.3:  # refused
-                x = x + layer(x).tanh()
-        return x
 
 
 ALPHA = 1.0
