@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -189,6 +190,24 @@ def test_an_attribute_that_only_the_plain_model_changes_fails(monkeypatch: pytes
     report = check(Counts(0.0), localize=True)
     assert {(d.kind, d.name) for d in report.failed} == {("attribute", "calls")}
     assert report.deviation is not None and "the attribute calls" in str(report.deviation)
+
+
+class SkipsLayers(nn.Module):
+    """LayerDrop, by Python's generator and by torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x) if random.random() < 0.5 else x
+        x = self.b(x) if torch.rand([]) < 0.5 else x
+        return self.c(F.dropout(x, 0.2)) * random.uniform(1, 2)
+
+
+def test_what_is_drawn_one_by_one_is_the_same_in_both_runs() -> None:
+    report = check(SkipsLayers(), steps=4)
+    assert report.ok, report
 
 
 def test_hooks_of_parameters_are_copied() -> None:

@@ -295,8 +295,8 @@ class Captured:
             )
         if not self.fixed:
             return (
-                "what the model asks of its sizes (such as if x.shape[1] > ...), or of numbers that its calls change, "
-                "has another answer for others"
+                "what the model asks of its sizes (such as if x.shape[1] > ...), or of numbers that its calls change "
+                "or draw, has another answer for others"
             )
         lines = "; and at ".join(self.fixed)
         return (

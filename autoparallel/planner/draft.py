@@ -96,16 +96,16 @@ def capture_given(planner: Planner, call: Call) -> tuple[Captured, Call]:
         if CARRIED in pytree.tree_unflatten(call.specs, call.in_spec)[1]:
             raise
         argument = as_argument({x: attribute_at(planner.model, x, planner.request.loss_fn) for x in error.values})
-        given = _given(call, CARRIED, argument, describe_attributes(argument))
+        larger = _add_argument(call, CARRIED, argument, describe_attributes(argument))
     except DrawsNumbersError as error:
         before = pytree.tree_unflatten(call.specs, call.in_spec)[1].get(DRAWS, {})
         counts = {source: len(numbers) for source, numbers in before.items()} | {error.source: error.count}
         drawn = drawn_ahead(counts, RandomState(0, 0))
-        given = _given(call, DRAWS, drawn, describe_draws(drawn))
-    return capture_given(planner, given)
+        larger = _add_argument(call, DRAWS, drawn, describe_draws(drawn))
+    return capture_given(planner, larger)
 
 
-def _given(call: Call, name: str, argument: Any, specs: Sequence[Any]) -> Call:
+def _add_argument(call: Call, name: str, argument: Any, specs: Sequence[Any]) -> Call:
     """A call with one keyword argument more, or another one of that name.
 
     Args:

@@ -32,6 +32,7 @@ from autoparallel.predict.predict import predict
 from autoparallel.predict.reductions import choose_reductions, with_reductions
 from autoparallel.program.program import LocalProgram
 from autoparallel.program.stages import StagedProgram, find_owners
+from autoparallel.text import LOGGER
 
 
 class Planner:
@@ -88,7 +89,8 @@ class Planner:
     ) -> Plan:
         """The best plan; the graph stays as it is.
 
-        An uneven batch that a preset cannot cut is planned freely, around parameters as they lie.
+        A later kind of call that a preset does not fit is planned freely, around parameters as they lie: an uneven
+        batch, or one that goes another way through the model, which the layouts were not chosen for.
 
         Args:
             settled: what an earlier plan of the model has settled.
@@ -104,10 +106,10 @@ class Planner:
         evaluator = evaluator or Evaluator(self.request, captured, call, settled)
         try:
             plan = evaluator.best(proposals(evaluator)).require()
-        except PlanError:
-            is_even = captured.rows(call.specs, call.batch) % math.prod(self.request.sizes) == 0
-            if settled.at_rest is None or is_even or self.request.plan == "auto":
+        except PlanError as error:
+            if settled.at_rest is None or self.request.plan == "auto":
                 raise
+            LOGGER.info("a kind of call is planned freely, around parameters as they lie: %s", error)
             return Planner(self.model, replace(self.request, plan="auto")).search(captured, call, settled)
         self._predicted = plan, call.specs, evaluator.predicted(plan)
         plan = replace(plan, frontier=evaluator.frontier(plan))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -313,3 +315,48 @@ def test_microbatches_draw_what_the_whole_batch_does() -> None:
         assert made[0].keys() | made[1].keys() == expected[step].keys()
         for part in made:
             require_close([part], [{name: expected[step][name] for name in part}])
+
+
+# ---------------------------------------------------------------------------------------- numbers drawn one by one
+
+
+class Skipping(nn.Module):
+    """Layers that are skipped at random: by Python, by numpy, by torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        draws = (random.random(), np.random.uniform(-1, 1), torch.rand([]))
+        for layer, number, rate in zip(self.layers, draws, (0.5, 0.0, 0.5), strict=True):
+            if number < rate:
+                x = F.dropout(layer(x).tanh(), 0.1)
+        return self.last(x * random.uniform(1, 2)).pow(2).mean()
+
+
+def skipping(plan: str, world: int) -> tuple[list[dict[str, Any]], int]:
+    """Losses and gradients, of ranks that have seeded Python's generators each on its own; and how many programs."""
+    torch.manual_seed(3)
+    model = autoparallel.compile(Skipping().double(), mesh_of(world), plan=plan)
+    torch.manual_seed(5)
+    rank = torch.distributed.get_rank()
+    random.seed(11 + rank)
+    np.random.seed(11 + rank)
+    return train(model, None, 6), len(model._kinds)
+
+
+def test_layers_are_skipped_by_what_the_first_rank_draws() -> None:
+    """Ranks that are seeded differently go one way; the layers that it skips have no gradients."""
+    torch.manual_seed(3)
+    plain = Skipping().double()
+    random.seed(11)
+    np.random.seed(11)
+    expected = train(plain, [RandomState(5, step) for step in range(6)], 6)
+    skipped = [tuple(name for name, gradient in row.items() if gradient is None) for row in expected]
+    assert len(set(skipped)) > 2 and any(skipped)
+    for log, kinds in run_distributed(skipping, "fsdp", 2, world_size=2):
+        require_close(log, expected)
+        assert kinds == len(set(skipped))

@@ -50,13 +50,14 @@ def _compare(comparison: Callable[[Any, Any], Any]) -> Callable[..., Any]:
         scalar, *others = args
         number = number_of(trace, scalar)
         if number is not None and len(others) == 1 and isinstance(others[0], int | float | torch.SymFloat):
-            trace.scalars[id(result)] = result, result._version, comparison(number, _rounded(others[0], scalar.dtype))
+            answer = comparison(number, _round_like(others[0], scalar.dtype))
+            trace.scalars[id(result)] = result, result._version, answer
         return result
 
     return compare
 
 
-def _rounded(number: Any, dtype: torch.dtype) -> Any:
+def _round_like(number: Any, dtype: torch.dtype) -> Any:
     """A number as torch rounds it that compares a tensor of a dtype with it."""
     return float(np.float32(number)) if isinstance(number, float) and dtype == torch.float32 else number
 

@@ -142,11 +142,11 @@ class Exchange:
         """The first rank's numbers, of some that all ranks bring to a call."""
         if self.agreement.alone or self.agreement.broken:
             return tuple(numbers)
-        taken: list[float] = []
+        firsts: list[float] = []
         for start in range(0, len(numbers), _AT_ONCE):
             shown = self.of_other("a call that draws numbers", *numbers[start : start + _AT_ONCE])
-            taken += [first for first, *_ in shown]
-        return tuple(taken)
+            firsts += [first for first, *_ in shown]
+        return tuple(firsts)
 
     def of_backward(self) -> Callable[[], None]:
         """Shows the other ranks that a backward comes; what is returned raises where none of this model does."""

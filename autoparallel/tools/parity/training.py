@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -30,11 +32,14 @@ LimitOf = Callable[[int, Sequence[Tensor]], float]
 
 def observe(model: nn.Module, task: Task, limit_of: LimitOf) -> Iterator[Record]:
     """Takes the steps of one training run, then calls the model without a target, and tells all that can be seen of it.
+    Python's and numpy's generators are seeded before.
 
     Args:
         model: the plain model, or the compiled one.
     """
     draws = Draws(task.seed)
+    random.seed(task.seed)
+    np.random.seed(task.seed % 2**32)
     yield from train(model, task, limit_of, draws)
     if task.loss_fn is not None and not _takes_target(task):
         drawing = nullcontext() if isinstance(model, ParallelModule) else draws.call()
