@@ -94,66 +94,71 @@ def fastest(candidates: Sequence[Candidate], gauge: Gauge, incumbent: Outcome | 
     limit = gauge.evaluator.request.memory_limit
     if limit is None and len(candidates) == 1:
         return _worth_chunks((yield from paddings(candidates[0], gauge.evaluator)), gauge, limit)
-    best = incumbent
-    room: float | None = None
-    problems: list[Outcome] = []
-    sparing: list[Plan] = []  # that take the least memory, and too much
-    hopeless: list[Outcome] = []  # whose parameters alone take too much
-    late: list[Outcome] = []
     outcomes = []  # without the limit
     for candidate in candidates:
         outcomes.append((yield from paddings(candidate, gauge.evaluator)))
-    first = outcomes[0]
+    first, best = outcomes[0], incumbent
     bound = unlimited = (first.plan.lower_bound or 0.0) if first.plan is not None else 0.0
+    room: float | None = None
+    hopeless: list[Outcome] = []  # whose parameters alone take too much
+    late: list[Outcome] = []
+    sparing: list[Plan] = []  # that take the least memory, and too much
     for free in sorted(outcomes, key=_least_seconds):  # the better what is found first, the less is left to look at
         if free.plan is None or best is not None and _is_slower(free, best, gauge):
-            problems += [free] if free.plan is None else []
             continue
         if limit is not None and gauge.evaluator.resting(free.candidate) > limit:
             hopeless.append(free)
             continue
-        if gauge.is_late(free):
-            late.append(free)
-            continue
-        outcome = free if limit is None else (yield from _fastest_within(free, limit, gauge, room, best))
+        outcome: Outcome | None = free
+        if limit is not None and not gauge.is_late(free):
+            outcome = yield from _fastest_within(free, limit, gauge, room, best)
         if outcome is None:
             continue
-        assert outcome.plan is not None
+        plan = outcome.require()
         if free is first:
-            bound = max(unlimited, outcome.plan.lower_bound or 0.0)
+            bound = max(unlimited, plan.lower_bound or 0.0)
         if gauge.is_late(outcome):
             late.append(outcome)
             continue
-        if limit is not None and gauge.exceeds(outcome.plan, limit):
-            sparing.append(outcome.plan)
-            continue
-        room = gauge.difference(outcome.plan) if limit is not None else None
+        if limit is not None:
+            if gauge.exceeds(plan, limit):
+                sparing.append(plan)
+                continue
+            room = gauge.difference(plan)
         if best is None or gauge.seconds(outcome) < gauge.seconds(best):
             best = outcome
-    if best is None or best.plan is None:
-        if late:
-            return min(late, key=gauge.seconds)
+    if best is None:
+        if late or not (hopeless or sparing):
+            return min(late, key=gauge.seconds, default=first)
         for free in hopeless:  # one of them may still be what takes the least, of which is told
             outcome = yield replace(_with_all_means(free.candidate, gauge), sparing=True)
             sparing.append(outcome.plan or free.require())
-        if limit is None or not sparing:
-            return problems[0]
-        least = min(sparing, key=gauge.memory)
-        forecast = gauge.evaluator.forecast(least, exactly=True)
-        if forecast.memory <= limit:  # short programs told too much
-            return Outcome(candidates[0], plan=replace(least, lower_bound=min(unlimited, least.cost or 0.0)))
-        closed = gauge.evaluator.closed_means(least)
-        return Outcome(candidates[0], error=nothing_fits(least, limit, forecast, closed))
+        return _least(sparing, candidates[0], unlimited, gauge)
     if best is incumbent:
         return best
     best = _worth_chunks(best, gauge, limit)
-    assert best.plan is not None
-    cost = best.plan.cost or 0.0
+    plan = best.require()
     if limit is not None and best.candidate.preset != candidates[0].preset:
         # A bound within a limit is about the room that is left there: that which the chosen plan needs.
-        alike = yield replace(_with_all_means(first.candidate, gauge), limit=limit, room=gauge.difference(best.plan))
+        alike = yield replace(_with_all_means(first.candidate, gauge), limit=limit, room=gauge.difference(plan))
         bound = max(unlimited, (alike.plan.lower_bound or 0.0) if alike.plan is not None else 0.0)
-    return replace(best, plan=replace(best.plan, lower_bound=min(bound, cost)))
+    return replace(best, plan=replace(plan, lower_bound=min(bound, plan.cost or 0.0)))
+
+
+def _least(plans: Sequence[Plan], candidate: Candidate, bound: float, gauge: Gauge) -> Outcome:
+    """What becomes of a candidate where all plans were found to take more than the limit: why nothing fits; the plan
+    that takes the least, where its whole program fits after all.
+
+    Args:
+        bound: seconds that no plan stays below.
+    """
+    limit = gauge.evaluator.request.memory_limit
+    assert limit is not None
+    least = min(plans, key=gauge.memory)
+    forecast = gauge.evaluator.forecast(least, exactly=True)
+    if forecast.memory <= limit:
+        return Outcome(candidate, plan=replace(least, lower_bound=min(bound, least.cost or 0.0)))
+    return Outcome(candidate, error=nothing_fits(least, limit, forecast, gauge.evaluator.closed_means(least)))
 
 
 def _worth_chunks(outcome: Outcome, gauge: Gauge, limit: float | None) -> Outcome:
