@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -137,17 +138,80 @@ class _Unshard(torch.autograd.Function):
         return None, *store.receive(chains, rows, asked_for, shared)
 
 
+@dataclass(eq=False)
+class _Again:
+    """A bucket that a backward gathers again.
+
+    Attributes:
+        following: the bucket that is gathered after it.
+        notes: how many the body has saved that the backward has not read.
+        parameters: the places of those that it needs again.
+        started: what is gathered ahead.
+        values: what has been gathered, by place among the bucket's values, while there are notes of it.
+    """
+
+    bucket: ParameterBucket
+    following: ParameterBucket | None
+    notes: int = 0
+    parameters: set[int] = field(default_factory=set)
+    started: Gather | None = None
+    values: dict[int, torch.Tensor] | None = None
+
+    @property
+    def uses(self) -> int:
+        """How many values the bucket has of each parameter."""
+        return len(self.bucket.bucket.chains[0].uses)
+
+    def start(self) -> Gather:
+        """Starts to gather what is needed again."""
+        chains = self.bucket.bucket.chains
+        return self.bucket.start([chains[i] for i in sorted(self.parameters)])
+
+    def prefetch(self) -> None:
+        """Starts the gather ahead of its use."""
+        self.started = self.start()
+        self.bucket.store.passes.running().leftovers.append(self.drop)  # this backward may end without using it
+
+    def drop(self) -> None:
+        """Waits for what is under way of a gather that has been started, and forgets it."""
+        started, self.started = self.started, None
+        if started is not None:
+            started.abandon()
+
+    def gather(self) -> dict[int, torch.Tensor]:
+        """What is needed again, by place."""
+        places = [i * self.uses + use for i in sorted(self.parameters) for use in range(self.uses)]
+        started, self.started = self.started or self.start(), None
+        return dict(zip(places, started(), strict=True))
+
+
+@dataclass(frozen=True)
+class _Value:
+    """One of the values of a bucket that has been gathered.
+
+    Attributes:
+        place: which one.
+        first_byte: where it begins in its storage.
+        storage: keeps the storage's mark from others.
+    """
+
+    again: _Again
+    place: int
+    first_byte: int
+    storage: _torch.tensors.StorageWeakRef
+
+
 @dataclass(frozen=True)
 class _Note:
     """What is saved in place of a gathered parameter, or of a view of it, which may be of another dtype.
 
     Attributes:
+        value: the parameter.
         view: the size, the stride and the dtype, and whether it is to be conjugated or negated where it is read.
         offset: from where the parameter begins, in bytes.
     """
 
-    bucket: ParameterBucket
-    value: int
+    value: _Value
     view: _torch.tensors.View
     offset: int
 
@@ -160,19 +224,13 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
     """
 
     def __init__(self, buckets: Sequence[ParameterBucket]) -> None:
-        self._buckets = list(buckets)
-        self._owners: dict[int, tuple[ParameterBucket, int, int]] = {}  # by the marks of storages
-        self._storages: list[_torch.tensors.StorageWeakRef] = []  # so that no others get these marks
-        self._notes: dict[ParameterBucket, int] = dict.fromkeys(buckets, 0)
-        self._noted: dict[ParameterBucket, set[int]] = {bucket: set() for bucket in buckets}  # places of parameters
-        self._started: dict[ParameterBucket, Gather] = {}  # ahead
-        self._gathered: dict[ParameterBucket, dict[int, torch.Tensor]] = {}  # by places among the values
-        self._visited: set[ParameterBucket] = set()
+        self._buckets = {b: _Again(b, following) for b, following in zip_longest(buckets, buckets[1:])}
+        self._values: dict[int, _Value] = {}  # by the marks of storages
         super().__init__(self._pack, self._unpack)
 
     def __enter__(self) -> None:
-        for bucket, following in zip(self._buckets, [*self._buckets[1:], None], strict=True):
-            bucket.hooks, bucket.following = self, following
+        for bucket, again in self._buckets.items():
+            bucket.hooks, bucket.following = self, again.following
         super().__enter__()
 
     def __exit__(self, *args: object) -> None:
@@ -184,27 +242,26 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
 
     def note(self, bucket: ParameterBucket, values: Sequence[torch.Tensor]) -> None:
         """Notes the storages of a bucket that has just been gathered."""
+        again = self._buckets[bucket]
         for i, (value, gathered) in enumerate(zip(values, bucket.gathered, strict=True)):
             if gathered:
                 memory = value.untyped_storage()
                 storage = _torch.tensors.StorageWeakRef(memory)
-                self._storages.append(storage)
-                self._owners[storage.cdata] = bucket, i, _torch.tensors.first_byte(value)
+                self._values[storage.cdata] = _Value(again, i, _torch.tensors.first_byte(value), storage)
                 if memory.nbytes() != value.nbytes:  # how it lies among others follows from what is gathered with it
-                    self._noted[bucket].update(range(len(bucket.bucket.chains)))
+                    again.parameters.update(range(len(bucket.bucket.chains)))
 
     def regathered(self) -> list[Bucket]:
         """The buckets that the backward will gather again."""
-        return [b.bucket for b, count in self._notes.items() if count]
+        return [bucket.bucket for bucket, again in self._buckets.items() if again.notes]
 
     def _pack(self, tensor: torch.Tensor) -> _Note | tuple[torch.Tensor, int]:
-        owner = self._owners.get(_torch.tensors.storage_mark(tensor))
-        if owner is None:
+        value = self._values.get(_torch.tensors.storage_mark(tensor))
+        if value is None:
             return tensor, tensor._version  # which torch does not compare where hooks save
-        bucket, value, base = owner
-        self._notes[bucket] += 1
-        self._noted[bucket].add(value // len(bucket.bucket.chains[0].uses))
-        return _Note(bucket, value, _torch.tensors.View.of(tensor), _torch.tensors.first_byte(tensor) - base)
+        value.again.notes += 1
+        value.again.parameters.add(value.place // value.again.uses)
+        return _Note(value, _torch.tensors.View.of(tensor), _torch.tensors.first_byte(tensor) - value.first_byte)
 
     def _unpack(self, saved: _Note | tuple[torch.Tensor, int]) -> torch.Tensor:
         if not isinstance(saved, _Note):
@@ -216,38 +273,22 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
                     "What to change: call backward() before, or change a copy (x = x.clone())."
                 )
             return tensor
-        bucket = saved.bucket
-        values = self._gathered.get(bucket)
-        if values is None:
+        again = saved.value.again
+        if again.values is None:
             with torch.no_grad():
-                values = self._gathered[bucket] = self._gather(bucket)
-            self._visited.add(bucket)
-            self._prefetch_before(bucket)
-        base = values[saved.value]
-        self._notes[bucket] -= 1
-        if self._notes[bucket] <= 0:
-            del self._gathered[bucket]
+                again.values = again.gather()
+            self._prefetch_before(again)
+        base = again.values[saved.value.place]
+        again.notes -= 1
+        if again.notes <= 0:
+            again.values = None
         return saved.view.at(base, saved.offset)
 
-    def _start(self, bucket: ParameterBucket) -> Gather:
-        return bucket.start([bucket.bucket.chains[i] for i in sorted(self._noted[bucket])])
-
-    def _gather(self, bucket: ParameterBucket) -> dict[int, torch.Tensor]:
-        uses = len(bucket.bucket.chains[0].uses)
-        places = [i * uses + use for i in sorted(self._noted[bucket]) for use in range(uses)]
-        return dict(zip(places, (self._started.pop(bucket, None) or self._start(bucket))(), strict=True))
-
-    def _drop(self, bucket: ParameterBucket) -> None:
-        started = self._started.pop(bucket, None)
-        if started is not None:
-            started.abandon()
-
-    def _prefetch_before(self, bucket: ParameterBucket) -> None:
+    def _prefetch_before(self, again: _Again) -> None:
         """Starts the gather that the backward most likely needs next: the bucket used just before this one."""
-        for earlier in reversed(self._buckets[: self._buckets.index(bucket)]):
-            if self._notes[earlier] > 0:
-                if earlier not in self._gathered and earlier not in self._visited and earlier not in self._started:
-                    self._started[earlier] = self._start(earlier)
-                    # The backward may end without using it.
-                    earlier.store.passes.running().leftovers.append(partial(self._drop, earlier))
+        order = list(self._buckets.values())
+        for earlier in reversed(order[: order.index(again)]):
+            if earlier.notes > 0:
+                if earlier.values is None and earlier.started is None:
+                    earlier.prefetch()
                 return
