@@ -19,7 +19,7 @@ from autoparallel.capture.attempt import Attempt
 from autoparallel.capture.fake_inputs import scale_of, traced_shape
 from autoparallel.graph.calls import closed, fits, without_numbers
 from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec
-from autoparallel.graph.carried_attributes import CARRIED, ChangesAttributesError
+from autoparallel.graph.carried_attributes import CARRIED, ChangesAttributesError, attributes_in
 from autoparallel.graph.drawn_numbers import DRAWS, DrawsNumbersError
 from autoparallel.graph.garbage import MANY, collected_rarely, count_as_old
 from autoparallel.passes.follow_batch import follow_results, weight_of_rows
@@ -108,7 +108,7 @@ def _capture(
 
 def _pinned_numbers(captured: Captured, specs: Sequence[InputSpec | Any], in_spec: pytree.TreeSpec) -> dict[str, str]:
     """The numbers that a call changes and of which its trace serves this value alone, with the line that fixes one."""
-    names, numbers = (pytree.tree_unflatten(x, in_spec)[1].get(CARRIED, ({}, {}))[0] for x in (captured.inputs, specs))
+    (names, _), (numbers, _) = (attributes_in(leaves, in_spec) for leaves in (captured.inputs, specs))
     line = next(reversed(captured.fixed), "an unknown line")
     return {
         label: line

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from autoparallel.graph.captured import CaptureError, InputSpec
 
@@ -86,6 +87,11 @@ def without_attributes(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     arguments = dict(kwargs)
     numbers, others = arguments.pop(CARRIED, ({}, {}))
     return arguments, {label: number_of(x.shape) for label, x in numbers.items()} | others
+
+
+def attributes_in(leaves: Sequence[Any], in_spec: pytree.TreeSpec) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """What of something that there is for each input is for attributes, by label: whole numbers, and all others."""
+    return pytree.tree_unflatten(leaves, in_spec)[1].get(CARRIED, ({}, {}))
 
 
 def number_of(shape: Sequence[int]) -> int:

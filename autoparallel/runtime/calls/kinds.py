@@ -38,6 +38,7 @@ from autoparallel.graph.carried_attributes import (
     CARRIED,
     ChangesAttributesError,
     as_argument,
+    attributes_in,
     describe_attributes,
     number_of,
 )
@@ -356,8 +357,8 @@ class Kinds:
 
     def _require_few_values(self, captured: Captured, call: Call) -> None:
         """Raises where the floats or strings that a call changes have had many values, each with a trace of its own."""
-        carried = pytree.tree_unflatten(call.specs, call.in_spec)[1].get(CARRIED, ({}, {}))[1]
-        for label, spec in carried.items():
+        _, others = attributes_in(call.specs, call.in_spec)
+        for label, spec in others.items():
             value = spec.value if isinstance(spec, NumberSpec) and _fixes(captured, call) else spec
             if not isinstance(value, float | str) or label not in captured.attributes:
                 continue
