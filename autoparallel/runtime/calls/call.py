@@ -23,9 +23,8 @@ from autoparallel.graph.lines import place_of_error
 from autoparallel.graph.nesting import unflatten
 from autoparallel.graph.plain_tensors import attribute_at, holder_of, rebind, set_at, tensor_at
 from autoparallel.operators import RandomState
-from autoparallel.runtime.calls.kinds import Kind, KindMaker, Kinds, ReadCall
+from autoparallel.runtime.calls.kinds import Kind, Kinds, ReadCall
 from autoparallel.runtime.gradients.accumulation import Weight, expected_count
-from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.programs.microbatches import NotKept
 from autoparallel.runtime.programs.runner import Delivery, Outputs, refuse_detached
 from autoparallel.runtime.ranks.randomness import STREAM
@@ -55,7 +54,18 @@ def run_call(kinds: Kinds, plain: nn.Module, read: ReadCall, args: Sequence[Any]
             results = kind.runner.run(call, STREAM.draw(kinds.exchange.place) if draws else RandomState(0, 0))
             settle(store.prefix)
             kinds.calls += call.is_training
-            return _deliver(kind, results, call, plain, buffers, store, kinds.maker, (args, kwargs))
+            _write_back(captured, plain, buffers, results)
+            values = _deliver(kinds, kind, call, results)
+            sizes = values_of(captured, call.specs) if captured.returns_sizes else {}
+            for name, (spec, leaves) in captured.attributes.items():
+                value = pytree.tree_unflatten([leaf_value(leaf, values, sizes) for leaf in leaves], spec)
+                if name == ARGUMENTS:
+                    make_changes(value, args, kwargs)
+                else:
+                    _set_attribute(captured, plain, kinds.maker.loss_fn, name, value)
+            leaves = [leaf_value(leaf, values, sizes) for leaf in captured.outputs]
+            outputs = (unflatten if captured.returns_fields else pytree.tree_unflatten)(leaves, captured.output_spec)
+            return release(outputs, call.caches) if captured.returns_caches else outputs
         except BaseException as error:
             note_raised(error)
             if place := place_of_error(error):
@@ -85,26 +95,22 @@ def _require_unchanged(captured: Captured, buffers: Sequence[torch.Tensor], call
             )
 
 
-def _deliver(
-    kind: Kind,
-    results: Sequence[Any],
-    call: Call,
-    plain: nn.Module,
-    buffers: Sequence[torch.Tensor],
-    store: GradientStore,
-    maker: KindMaker,
-    arguments: tuple[Sequence[Any], dict[str, Any]],
-) -> Any:
-    """Writes mutated buffers back and gives the outputs their outer form."""
-    captured = kind.runner.captured
-    count = len(buffers)
+def _write_back(captured: Captured, plain: nn.Module, buffers: Sequence[torch.Tensor], results: Sequence[Any]) -> None:
+    """Gives the buffers that a call changes their new values, which come first among its results."""
     _require_same_shapes(captured, buffers, results)
     with torch.no_grad():
-        for path, buffer, value in zip(captured.mutated_buffers, buffers, results[:count], strict=True):
+        for path, buffer, value in zip(captured.mutated_buffers, buffers, results, strict=False):
             if path in captured.rebound:
                 rebind(plain, path, value)
             else:
                 buffer.copy_(value)
+
+
+def _deliver(kinds: Kinds, kind: Kind, call: Call, results: Sequence[Any]) -> list[Any]:
+    """The results of a call, those behind the buffers as the user is given them: with what their backward goes through
+    first, and as ``DTensor`` where they stay as they lie over the mesh."""
+    captured, store = kind.runner.captured, kinds.store
+    count = len(captured.mutated_buffers)
     left_out = "the loss is computed in chunks of rows, and outputs made of its logits are kept with loss_chunks=1 only"
     values: list[Any] = [
         NotKept(f"output {i - count} of the model", left_out) if i in captured.left_out else x
@@ -118,27 +124,23 @@ def _deliver(
         refuse_detached(captured, values)
     for i in range(count, len(values)):
         placements, layout = kind.runner.specs[i]
-        if any(p.kind == "S" for p in layout):  # it stays as it lies over the mesh
+        if any(p.kind == "S" for p in layout):
             local = values[i] if values[i].requires_grad else values[i].contiguous()
-            values[i] = DTensor.from_local(local, maker.mesh, placements, run_check=False)
-    sizes = values_of(captured, call.specs) if captured.returns_sizes else {}
-    for name, (spec, parts) in captured.attributes.items():
-        value = pytree.tree_unflatten([leaf_value(leaf, values, sizes) for leaf in parts], spec)
-        if name == ARGUMENTS:
-            make_changes(value, *arguments)
-            continue
-        if name.endswith(ENTRIES):
-            change_entries(attribute_at(plain, name.removesuffix(ENTRIES), maker.loss_fn), *value)
-            continue
-        path, _, attribute = name.rpartition(".")
-        holder = holder_of(plain, path, maker.loss_fn)
-        if name in captured.registered and attribute not in holder._buffers:
-            holder.register_buffer(attribute, value, captured.registered[name])
-        else:
-            set_at(holder, attribute, value)
-    leaves = [leaf_value(leaf, values, sizes) for leaf in captured.outputs]
-    outputs = (unflatten if captured.returns_fields else pytree.tree_unflatten)(leaves, captured.output_spec)
-    return release(outputs, call.caches) if captured.returns_caches else outputs
+            values[i] = DTensor.from_local(local, kinds.maker.mesh, placements, run_check=False)
+    return values
+
+
+def _set_attribute(captured: Captured, plain: nn.Module, loss_fn: Any, name: str, value: Any) -> None:
+    """Sets what a call sets: an attribute of the model's, a buffer that is new, or entries of a dict or list."""
+    if name.endswith(ENTRIES):
+        change_entries(attribute_at(plain, name.removesuffix(ENTRIES), loss_fn), *value)
+        return
+    path, _, attribute = name.rpartition(".")
+    holder = holder_of(plain, path, loss_fn)
+    if name in captured.registered and attribute not in holder._buffers:
+        holder.register_buffer(attribute, value, captured.registered[name])
+    else:
+        set_at(holder, attribute, value)
 
 
 def _require_same_shapes(captured: Captured, buffers: Sequence[torch.Tensor], results: Sequence[Any]) -> None:
