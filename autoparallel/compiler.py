@@ -150,15 +150,14 @@ class Compiler:
         title = f"{type(self.model).__name__} in {'training' if call.is_training else 'evaluation'}"
         self._progress = Progress(title, self.agreement.is_first)
         at_rest = self.at_rest
-        first = self._round_batch(call) if at_rest is None and not call.is_training else call
-        captured = self._choose_mesh(first) if self.is_open else None
-        if trace is not None:
-            captured = replace(trace.copy(), actual=sizes_of(trace, call.specs))
         if at_rest is None and not call.is_training:
-            # Layouts at rest are planned on the training graph, whatever is called first.
-            trained, first = (captured, first) if captured else self._capture_training(first, call)
-            at_rest, captured = self._layouts_at_rest(self._plan(trained, first, None)), None
-        captured = captured or self._capture(call)
+            at_rest = self._plan_at_rest(call)
+        if self.is_open:
+            captured = self._choose_mesh(call)
+        elif trace is not None:
+            captured = replace(trace.copy(), actual=sizes_of(trace, call.specs))
+        else:
+            captured = self._capture(call)
         trace = captured.copy() if captured.lengths or captured.batches else None
         try:
             plan = self._plan(captured, call, at_rest)
@@ -179,15 +178,20 @@ class Compiler:
         self._progress.conclude(lambda: headline(kind.plan) if call.is_training else "a program of its own")
         return replace(kind, trace=trace)
 
-    def _capture_training(self, first: Call, call: Call) -> tuple[Captured, Call]:
-        """The graph that trains on a batch that divides, or, of a model that has none with other inputs than a call's,
-        on that of the call; and which it was."""
-        try:
-            return self._capture(first, training=True), first
-        except CaptureError:
-            if first.batch == call.batch:
-                raise
-        return self._capture(call, training=True), call
+    def _plan_at_rest(self, call: Call) -> dict[str, ParameterPlan]:
+        """How every parameter lies where a call comes first that does not train: as for the graph that trains, on a
+        batch that divides, or, of a model that has none with other inputs than the call's, on that of the call."""
+        trained = self._round_batch(call)
+        if self.is_open:
+            captured = self._choose_mesh(trained)
+        else:
+            try:
+                captured = self._capture(trained, training=True)
+            except CaptureError:
+                if trained.batch == call.batch:
+                    raise
+                trained, captured = call, self._capture(call, training=True)
+        return self._layouts_at_rest(self._plan(captured, trained, None))
 
     @property
     def _is_preset(self) -> bool:
