@@ -310,11 +310,9 @@ class GradientStore(Carrier):
 
     def _take_accumulator(self, chain: ParameterChain) -> torch.Tensor | None:
         """The local sum of what has been accumulated so far, in the accumulator's layout and dtype."""
-        grad = self.parameters[chain.name].grad
+        pending, grad = self._pending.pop(chain.name, None), self.parameters[chain.name].grad
         if grad is None:  # zero_grad() has cleared it
-            self._pending.pop(chain.name, None)
             return None
-        pending = self._pending.pop(chain.name, None)
         layout = pending.accumulator if pending is not None else chain.at_rest
         local = gradient_as(grad, self._spec(chain.name, layout, grad.dtype))
         if layout == chain.accumulator and local.dtype == chain.accumulator_dtype:
@@ -343,7 +341,6 @@ class GradientStore(Carrier):
         if chain.name not in self._pending:
             return grad
         accumulator = self._take_accumulator(chain)
-        self._pending.pop(chain.name, None)
         self._replace(chain.name, self.parameters[chain.name].grad)
         return grad if accumulator is None else accumulator.add_(grad)
 
