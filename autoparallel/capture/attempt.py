@@ -214,11 +214,9 @@ class Attempt:
         program, findings, recorder = way.program, way.findings, way.recorder
         captured = describe(
             program, self.model, self.copies.owners, self.copies.references, self.specs, self.loss_fn is not None,
-            self.detach_beside_loss, findings, self.ranks,
+            self.detach_beside_loss, findings, self.ranks, {x: place for x, (place, _) in way.trace.numbers.items()},
         )  # fmt: skip
         captured.guards = tuple({**dict.fromkeys(captured.guards), **way.guards})
-        for symbol, (place, _) in way.trace.numbers.items():
-            captured.number_symbols.setdefault(symbol, str(captured.inputs[place]))
         captured.assumed = tuple(way.assumed)
         captured.state = way.state
         captured.drawn = way.trace.counts

@@ -61,6 +61,7 @@ def describe(
     detach_beside_loss: bool,
     trace_findings: Findings,
     ranks: int,
+    numbers: Mapping[sympy.Symbol, int],
 ) -> Captured:
     """Describes a trace, of which the passes of ``describing_passes`` make the graph that is planned.
 
@@ -73,6 +74,7 @@ def describe(
         has_loss_fn: whether the trace ends in a ``loss_fn``, instead of a model's own loss.
         detach_beside_loss, ranks: see :class:`~autoparallel.capture.attempt.Attempt`.
         trace_findings: what tracing found beside the program.
+        numbers: the places of inputs that are numbers, by the symbols that stand for them.
 
     Raises:
         CaptureError: for a trace that no program can have.
@@ -86,7 +88,7 @@ def describe(
     tensors = [(nodes[n], spec) for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec)]
     price_masks(graph, constants)
     trace_findings.left_out.update(dict.fromkeys(require_static(graph, arguments)))
-    symbols = _symbols_of([nodes[name] for name in arguments])
+    symbols = {symbol: str(inputs[place]) for symbol, place in numbers.items()}
     _require_sizes(outputs, symbols)
     require_dense_values(graph)
     require_positions(graph)
@@ -165,12 +167,6 @@ def _read_inputs(
                 raise CaptureError(f"the input {node.name} is used, but it is not a tensor")
             graph.erase_node(node)
     return parameters, buffers, constants, inputs
-
-
-def _symbols_of(arguments: Sequence[fx.Node]) -> dict[sympy.Symbol, str]:
-    """The names of placeholders of numbers, by the symbols that stand for them in sizes."""
-    read = [(node.name, user.meta.get("val")) for node in arguments for user in node.users]
-    return {x.node.expr: name for name, x in read if isinstance(x, torch.SymInt | torch.SymFloat)}
 
 
 def _require_sizes(outputs: Sequence[Leaf], symbols: Mapping[sympy.Symbol, str]) -> None:
