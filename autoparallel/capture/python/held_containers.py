@@ -135,9 +135,7 @@ class HeldContainers:
         if not container and not entries or holds_the_same(container, entries):
             return False
         if isinstance(container, OrderedDict):  # hooks, among others
-            container = {
-                k: f for k, f in container.items() if k in entries or not is_bookkeeping(getattr(f, "__module__", ""))
-            }
+            container = {k: f for k, f in container.items() if k in entries or not _is_of_bookkeeping(f)}
         return len(container) != len(entries) or not all(map(is_same, flat(container), flat(entries)))
 
     def _label_of(self, container: Any, itself: bool = False) -> str:
@@ -152,3 +150,7 @@ class HeldContainers:
                 if value is container or may_hold and holds(value, container):
                     return watched.label(name)
         return ""
+
+
+def _is_of_bookkeeping(hook: Any) -> bool:
+    return callable(hook) and is_bookkeeping(getattr(hook, "__module__", ""))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any
 
 import torch
@@ -112,6 +112,20 @@ def a_list_is_emptied_and_filled(run: Run) -> None:
             return self.b(x) * (len(self.log) + sum(self.log)) + torch.stack(self.log).sum() + self.stats["one"]
 
     _train(run, run.compile(Emptied().double()))
+
+
+@program(refused="as an output")
+class LogsInOrder(Logging):
+    """In a dict of another class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: OrderedDict[str, Any] = OrderedDict()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.norms["last"] = h.norm().item()  # refused
+        return self.b(h)
 
 
 @program(refused="as an output")
