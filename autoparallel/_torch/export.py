@@ -38,6 +38,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._sympy.functions import Mod, PythonMod
 
+from autoparallel._torch.numbers import is_of_floats
+
 _EXPORT = "torch.export._trace"
 
 VALIDATE_DEVICE = flex, "_validate_device"
@@ -269,7 +271,7 @@ _OF_ONE: WeakKeyDictionary[ShapeEnv, dict[Any, None]] = WeakKeyDictionary()
 def note_of_one(truth: torch.SymBool, holds: bool) -> None:
     """Notes what a model was answered, where torch has answered it because it takes every open size for 2 at least."""
     relation, one = _of_any_size(truth.node.expr), sympy.Integer(1)
-    is_open = not free_unbacked_symbols(truth)
+    is_open = not free_unbacked_symbols(truth) and not is_of_floats(relation)
     if is_open and any(relation.xreplace({size: one}) != sympy.sympify(holds) for size in relation.free_symbols):
         _OF_ONE.setdefault(truth.node.shape_env, {})[relation if holds else sympy.Not(relation)] = None
 

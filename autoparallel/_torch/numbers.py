@@ -1,4 +1,4 @@
-"""Numbers that a trace leaves open: functions of them, those that torch has and two that it lacks, and what computes
+"""Numbers that a trace leaves open: functions of them, those that torch has and those that it lacks, and what computes
 expressions of them.
 """
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from torch._export.verifier import Verifier
 from torch.fx.experimental import sym_node
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
-from torch.utils._sympy.functions import OpaqueUnaryFn_exp, OpaqueUnaryFn_log
+from torch.utils._sympy.functions import OpaqueUnaryFn_exp, OpaqueUnaryFn_log, ToFloat
 from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+from torch.utils._sympy.value_ranges import SymPyValueRangeAnalysis, ValueRanges
 
 
 def exp(x: Any) -> Any:
@@ -32,17 +35,44 @@ def _apply(method: str, x: Any) -> Any:
     return sym_node.wrap_node(getattr(torch.sym_float(x).node, method)())
 
 
-def _add(function: Callable[[Any], Any], expression: Any) -> None:
+def _add(method: str, function: Callable[..., Any], expression: Any) -> None:
     """Adds a function to those of torch's numbers."""
-    method = f"sym_{function.__name__}"
     sym_node.METHOD_TO_OPERATOR[method] = function
-    sym_node.unary_methods.add(method)
     sym_node.always_float_magic_methods.add(method)
     sym_node._make_node_magic(method, expression)
 
 
-_add(exp, OpaqueUnaryFn_exp)
-_add(log, OpaqueUnaryFn_log)
+sym_node.unary_methods |= {"sym_exp", "sym_log"}
+_add("sym_exp", exp, OpaqueUnaryFn_exp)
+_add("sym_log", log, OpaqueUnaryFn_log)
+
+
+class FloatMod(sympy.Function):
+    """The remainder of floats as Python computes it; torch takes it for a whole number."""
+
+    _torch_handler_name = "float_mod"
+    is_real = True
+
+    @classmethod
+    def eval(cls, x: Any, y: Any) -> Any:
+        """What it is of two numbers that are known."""
+        return sympy.Float(float(x) % float(y)) if x.is_Number and y.is_Number else None
+
+
+PythonReferenceAnalysis.float_mod = staticmethod(operator.mod)  # type: ignore[attr-defined]
+SymPyValueRangeAnalysis.float_mod = staticmethod(lambda x, y: ValueRanges.unknown())  # type: ignore[attr-defined]
+_add("float_mod", operator.mod, FloatMod)
+
+
+def _mod(self: Any, other: Any) -> Any:
+    return self._float_mod(other) if float in (self.pytype, other.pytype) else _OF_WHOLE(self, other)
+
+
+_OF_WHOLE = sym_node.SymNode._mod  # type: ignore[attr-defined]
+sym_node.SymNode._mod = _mod  # type: ignore[attr-defined]
+
+# The names that torch prints, for what it computes guards with.
+SYMPY_INTERP.update({"OpaqueUnaryFn_exp": math.exp, "OpaqueUnaryFn_log": math.log, "FloatMod": operator.mod})
 
 FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {
     "sqrt": torch.sym_sqrt,
@@ -71,13 +101,28 @@ ALLOWED: tuple[Any, str, Any] = (
 """What has exported programs call all of them, where torch allows the root alone."""
 
 
-def condition(relation: sympy.Basic, holds: bool) -> sympy.Basic:
-    """What is true where a relation of numbers holds, or does not; of a number, where it is another than 0."""
-    relation = relation if isinstance(relation, sympy.logic.boolalg.Boolean) else sympy.Ne(relation, 0)
-    return relation if holds else sympy.Not(relation)
+def is_whole(number: Any) -> bool:
+    """Whether a number is whole whatever the sizes are, be it an int or a float."""
+    if isinstance(number, torch.SymFloat):
+        return isinstance(number.node.expr, ToFloat)
+    return isinstance(number, int | torch.SymInt) or isinstance(number, float) and number.is_integer()
 
 
-_NAMES = {**SYMPY_INTERP, "OpaqueUnaryFn_exp": math.exp, "OpaqueUnaryFn_log": math.log}
+def is_of_floats(relation: sympy.Basic) -> bool:
+    """Whether a relation compares other numbers than whole ones."""
+    sides = [side for inner in relation.atoms(sympy.core.relational.Relational) for side in inner.args]
+    sides = sides if isinstance(relation, sympy.logic.boolalg.Boolean) else [relation]
+    return any(side.is_integer is not True for side in sides)
+
+
+def condition(expression: sympy.Basic, answer: bool | int) -> sympy.Basic:
+    """What is true where a relation of numbers holds, or does not; where a number is another than 0, or is it; or where
+    it is a whole one."""
+    if type(answer) is int:
+        return sympy.Eq(expression, answer)
+    is_relation = isinstance(expression, sympy.logic.boolalg.Boolean)
+    relation = expression if is_relation else sympy.Ne(expression, 0)
+    return relation if answer else sympy.Not(relation)
 
 
 @functools.cache
@@ -86,5 +131,5 @@ def evaluator(expression: sympy.Basic) -> Callable[[Mapping[Any, float]], float]
     times as long."""
     symbols = tuple(expression.free_symbols)
     text = f"lambda {', '.join(map(str, symbols))}: {PythonPrinter().doprint(expression)}"
-    function = eval(text, dict(_NAMES))  # of torch's own printer, for its own names
+    function = eval(text, dict(SYMPY_INTERP))  # of torch's own printer, for its own names
     return lambda values: function(*map(values.__getitem__, symbols))

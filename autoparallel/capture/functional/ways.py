@@ -25,6 +25,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec,
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import size_guards
+from autoparallel._torch.numbers import condition
 from autoparallel.capture.functional.inner_graphs import inner_graph, insert_call
 from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.refusals import INSTEAD_OF_WAYS
@@ -76,7 +77,7 @@ class Way:
         values = [node.meta.get("val") for node in self.program.graph.find_nodes(op="placeholder")]
         sized = [x for x in values if isinstance(x, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in x.shape)]
         self.guards = {SizeGuard(*guard): None for guard in (size_guards(sized[0]) if sized else ())}
-        self.assumed = dict(self.trace.assumed)
+        self.assumed = {condition(relation.expr, answer): None for relation, answer in self.trace.assumed}
         self.state = self.recorder.state()
         if self.trace.inputs is not None:
             self.state.inputs.append(self.trace.inputs.taken())

@@ -13,19 +13,48 @@ from typing import Any
 
 import torch
 
-from autoparallel._torch.numbers import FUNCTIONS
+from autoparallel._torch.numbers import FUNCTIONS, is_whole
 
 _OPEN = frozenset({torch.SymInt, torch.SymFloat})
 
 
 def _power(x: Any, y: Any) -> Any:
-    return torch.sym_float(x) ** torch.sym_float(y)
+    x = torch.sym_float(x)
+    return _power_of(x, y) if isinstance(x, torch.SymFloat) else x ** torch.sym_float(y)
 
 
 def _log(x: Any, base: Any = math.e) -> Any:
     numerator, denominator = (FUNCTIONS["log"](n) for n in (x, base))
     return numerator / denominator
 
+
+def _power_of(self: torch.SymFloat, exponent: Any) -> Any:
+    """As ``**``, which torch refuses of a number below 0, also where the exponent is whole."""
+    if is_whole(exponent):
+        return self.__float_pow__(exponent)
+    return _POWER(self, exponent)
+
+
+def _quotient(x: Any, y: Any) -> Any:
+    """As ``//`` of floats, which is not the next whole number below ``x / y`` where that is rounded."""
+    return torch.sym_float(math.floor((x - x % y) / y + 0.5))
+
+
+def _divides(kind: Any, name: str) -> Callable[[Any, Any], Any]:
+    """What stands for ``//`` of open numbers, from the left or from the right."""
+    of_whole, is_reflected = vars(kind)[name], name == "__rfloordiv__"
+
+    def divide(self: Any, other: Any) -> Any:
+        if {type(self), type(other)} in _OF_FLOATS:
+            x, y = map(torch.sym_float, (other, self) if is_reflected else (self, other))
+            return _quotient(x, y)
+        return of_whole(self, other)
+
+    return divide
+
+
+_OF_FLOATS = [{torch.SymFloat, kind} for kind in (torch.SymFloat, torch.SymInt, float, int)] + [{torch.SymInt, float}]
+_POWER = vars(torch.SymFloat)["__pow__"]
 
 _OF_OPEN: Mapping[str, Callable[..., Any]] = {
     **FUNCTIONS,
@@ -56,5 +85,8 @@ NAMES: tuple[tuple[Any, str, Any], ...] = (
     *((math, name, stand_in) for name, (_, stand_in) in OF_MATH.items()),
     # numpy calls methods of these names of what is no number to it.
     *((kind, name, of_open) for kind in _OPEN for name, of_open in _OF_OPEN.items() if name != "pow"),
+    *((kind, name, _divides(kind, name)) for kind in _OPEN for name in ("__floordiv__", "__rfloordiv__")),
+    (torch.SymFloat, "__pow__", _power_of),
+    (torch.SymBool, "__float__", lambda truth: float(bool(truth))),
 )
 """Where they stand."""

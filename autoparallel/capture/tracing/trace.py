@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 
@@ -87,7 +86,8 @@ class Trace:
         kernels: the names of those that attention may run on where the model is called.
         scripts: how many functions of TorchScript the model is in.
         numbers: the places among the inputs of numbers that are left open, and their values, by what stands for them.
-        assumed: the relations of these that the model has asked for, as they are in this call.
+        assumed: the relations of these that the model has asked for, and whether they hold in this call; and what it
+            has made whole numbers of, with these.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Trace:
         self.counting: dict[int, tuple[Tensor, int]] = {}
         self.fixed: dict[int, str] = {}
         self.numbers: dict[Any, tuple[int, int | float]] = {}
-        self.assumed: dict[Any, None] = {}
+        self.assumed: list[tuple[_torch.export.SymNode, bool | int]] = []
         self._answered: dict[str, bool] = {}  # by key
         self.ahead: Mapping[str, tuple[Any, ...]] = {}
         self.drawn: dict[str, list[str]] = {}
@@ -169,29 +169,31 @@ class Trace:
         self.numbers[number.node.expr] = place, value
 
     def compare(self, relation: _torch.export.SymNode) -> bool | None:
-        """What the model is told that compares numbers which are left open; None where other values decide."""
-        value = self._value_of(relation)
+        """What the model is told that compares numbers which are left open; None where whole ones or others decide."""
+        is_open = self._holds_number(relation) or _torch.numbers.is_of_floats(relation.expr)
+        value = self._value_of(relation) if is_open else None
         if value is None:
             return None
-        self.assumed[_torch.numbers.condition(relation.expr, bool(value))] = None
+        self.assumed.append((relation, bool(value)))
         return bool(value)
 
     def cut(self, number: _torch.export.SymNode) -> int | None:
         """The whole number that the model is told which makes one of floats (``int(4 * x)``) that are left open; None
         where other values decide."""
-        value = None if number.expr.is_Symbol else self._value_of(number)
+        value = self._value_of(number) if self._holds_number(number) and not number.expr.is_Symbol else None
         if value is None:
             return None
-        self.assumed[sympy.Eq(number.expr, int(value))] = None
+        self.assumed.append((number, int(value)))
         return int(value)
 
+    def _holds_number(self, node: _torch.export.SymNode) -> bool:
+        """Whether numbers that are left open are among what something is made of."""
+        return not node.expr.free_symbols.isdisjoint(self.numbers)
+
     def _value_of(self, node: _torch.export.SymNode) -> float | None:
-        """What is made of numbers that are left open, in this call; None where none is in it, or other values are."""
-        symbols = node.expr.free_symbols
-        if symbols.isdisjoint(self.numbers):
-            return None
+        """What is made of sizes and numbers that are left open, in this call; None where others are among them."""
         values: dict[Any, float] = {}
-        for symbol in symbols:
+        for symbol in node.expr.free_symbols:
             value = self.numbers[symbol][1] if symbol in self.numbers else _torch.export.hint_of(node, symbol)
             if value is None:
                 return None

@@ -70,6 +70,41 @@ def powers(run: Run) -> None:
     over_lengths(run, Powers(), (6,) * 12)
 
 
+@loop(ranks=True)
+def remainders_of_floats(run: Run) -> None:
+    """As Python computes them: 1 // 0.1 is 9, and what is left of a float is a float."""
+
+    class Cycle(Stepping):
+        def weight(self) -> Any:
+            time = 0.1 * self.step
+            self.rate = (self.rate + 0.7) % 1.5
+            whole = int(7 * time % 1.5) + math.ceil(time % 0.25) + math.floor(2 * self.rate)
+            return whole + (10 * time) // 0.1 + self.step // 0.3 + time % 0.25 + (-time) % 0.4 % 0.3 + self.rate % 1
+
+    over_lengths(run, Cycle(), (6,) * 12)
+
+
+@loop()
+def powers_of_what_is_below_zero(run: Run) -> None:
+    class Parabola(Stepping):
+        def weight(self) -> Any:
+            time = self.step / 5 - 1
+            return time**2 + (-time) ** 3.0 + math.pow(time, 3) + time**self.step
+
+    over_lengths(run, Parabola(), (6,) * 12)
+
+
+@loop(ranks=True)
+def questions_about_functions(run: Run) -> None:
+    class Phases(Stepping):
+        def weight(self) -> Any:
+            decay = math.exp(-self.step / 4)
+            is_late = math.log(self.step) > 1
+            return (decay if decay > 0.3 else 2 * decay) + float(is_late) + (self.step % 3.5 == 0) * 0.5
+
+    over_lengths(run, Phases(), (6,) * 12)
+
+
 class OfItsLength(Two):
     def forward(self, x: Tensor) -> Tensor:
         """As many rounds as lengths have bits, and what has the length's logarithm."""
