@@ -335,6 +335,8 @@ class _Annealed(nn.Module):
         self.step += 1
         for layer in self.layers:
             x = x + layer(x).tanh() * math.exp(-0.1 * self.step) * math.cos(self.step) / math.sqrt(x.shape[1])
+            x = x * (1 + (0.3 * self.step) % 0.7 + (0.1 * self.step) // 0.25 + (self.step / 5 - 1) ** 2)
+            x = x * math.floor(3 * math.exp(0.1 * self.step))
         return x.square().mean()
 
 

@@ -47,7 +47,8 @@ _PYTHON = {module.__name__ for module in (control_flow, flex, opaque, selective_
 """Where the operators stand that look at values, have Python in their backward, or compile what they run."""
 
 
-_FUNCTIONS = frozenset(_torch.numbers.FUNCTIONS.values())
+_FUNCTIONS = frozenset({*_torch.numbers.FUNCTIONS.values(), operator.mod, operator.pow})
+"""What no backend computes where it makes a float."""
 
 _PATIENCE = 600.0
 """Seconds for which a rank waits for another to compile a region: as long as Inductor's own locks."""
@@ -293,17 +294,32 @@ def _computes(node: fx.Node) -> bool:
     return not _torch.export.gives_view(node.target)
 
 
+def _made_of_functions(sizes: Sequence[fx.Node]) -> dict[fx.Node, torch.dtype]:
+    """The numbers that are results of functions, or made of such, and the dtypes of tensors that hold them."""
+    dtypes: dict[fx.Node, torch.dtype] = {}
+    for size in sizes:
+        value = size.meta.get("val")
+        is_result = size.target in _FUNCTIONS and isinstance(value, torch.SymFloat)
+        if is_result or not dtypes.keys().isdisjoint(size.all_input_nodes):
+            if isinstance(value, torch.SymFloat):
+                dtypes[size] = torch.float64
+            elif isinstance(value, torch.SymInt):
+                dtypes[size] = torch.int64
+    return dtypes
+
+
 def _copy_sizes(graph: fx.Graph, regions: list[list[fx.Node]], inside: dict[fx.Node, int]) -> None:
     """Gives each region, and each call outside of them, copies of the sizes that it reads; functions of numbers, which
-    no backend computes, are called outside of regions."""
+    no backend computes, are called outside of regions, with all that is made of them: Dynamo fixes what is floored."""
     copies: dict[tuple[object, fx.Node], fx.Node] = {}
     sizes = [node for node in graph.nodes if _is_size(node)]
+    of_functions = _made_of_functions(sizes)
 
     def copy(size: fx.Node, reader: fx.Node) -> fx.Node:
         number = inside.get(reader)
         key = reader if number is None else number, size
-        if key not in copies and number is not None and size.target in _FUNCTIONS:
-            tensor = _insert_call(regions[number][0], aten.scalar_tensor.default, size, dtype=torch.float64)
+        if key not in copies and number is not None and size in of_functions:
+            tensor = _insert_call(regions[number][0], aten.scalar_tensor.default, size, dtype=of_functions[size])
             tensor.replace_input_with(size, copy(size, tensor))
             copies[key] = _insert_call(reader, aten.item.default, tensor)
             copies[key].meta = dict(size.meta)
