@@ -197,7 +197,7 @@ class TestFingerprints:
         import sys
 
         code = (
-            "import torch; from torch import nn; from autoparallel.plan import fingerprint\n"
+            "import torch; from torch import nn; from autoparallel.graph.fingerprint import fingerprint\n"
             "from tests.test_plan import captured\n"
             "print(fingerprint(captured(nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.rand(8, 4)).graph))"
         )

@@ -68,8 +68,9 @@ def refused_draw(generators: str, line: str) -> CaptureError:
     """Why a draw cannot be traced, and what to change."""
     return CaptureError(
         f"the model draws from {generators} at {line}: a trace would hold one draw for ever\n"
-        "What to change: draw with torch (torch.rand, torch.bernoulli, nn.Dropout) and use torch.where, or draw "
-        "outside of the model and pass the number in as a tensor."
+        "What to change: draw single numbers with random.random() or np.random.uniform(), by which a model may decide, "
+        "and others with torch (torch.rand, torch.bernoulli, torch.randint, and torch.where); or draw outside of the "
+        "model and pass the numbers in as a tensor."
     )
 
 
