@@ -217,7 +217,7 @@ class SeedsItself(Two):
         return self.a(x) @ torch.randn(8, 3)
 
 
-@program(refused="draw with torch")
+@program(refused="others with torch")
 class OwnGeneratorOfPython(Two):
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class OwnGeneratorOfPython(Two):
         return self.a(x) * self.random.random()  # refused
 
 
-@program(refused="draw with torch")
+@program(refused="others with torch")
 class OwnGeneratorOfNumpy(Two):
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class OwnGeneratorOfNumpy(Two):
 GENERATOR = np.random.default_rng(1)
 
 
-@program(refused="draw with torch")
+@program(refused="others with torch")
 class GlobalGeneratorOfNumpy(Two):
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) * float(GENERATOR.random())  # refused
@@ -259,7 +259,7 @@ class GeneratorThatIsNotAsked(Two):
         return h * float(self.random.random()) if self.rate and self.random is not None else h
 
 
-@program(refused="draw with torch")
+@program(refused="others with torch")
 class GeneratorOfAClass(Two):
     random = random.Random(1)
 
@@ -267,7 +267,7 @@ class GeneratorOfAClass(Two):
         return self.a(x) * self.random.random()  # refused
 
 
-@program(refused="draw with torch")
+@program(refused="others with torch")
 class MethodOfAGenerator(Two):
     def __init__(self) -> None:
         super().__init__()
