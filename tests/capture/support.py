@@ -153,6 +153,13 @@ UNTOUCHED: Mapping[str, tuple[str, ...]] = {
         "tensor_attribute", "tensor_attribute_replaced", "tensor_attribute_in_place", "buffer_of_aschedule",
         "buffer_replaced",
     ),
+    "no part of it is changed: memory is seen as another dtype, or cast to what it is": (
+        "views_of_another_dtype", "casts_under_no_grad_to_what_it_is", "casts_aselection_under_no_grad",
+    ),
+    "verify() copies the model, and the closure of a hook holds the one that was copied": (
+        "hook_changes_anothers_buffer",
+    ),
+    "a generator that is held, and not drawn from": ("generator_that_is_not_asked",),
     "complex, but on two ranks no gradient through what is complex is exchanged": (
         "complex_rotary", "polar", "complex_linear", "complex_output", "short_time_fourier", "real_and_imaginary",
     ),

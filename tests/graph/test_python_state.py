@@ -230,11 +230,11 @@ def _global_list(model: Any, x: Tensor) -> Tensor:
 
 
 def _python_draw(model: Any, x: Tensor) -> Tensor:
-    return model.linear(x).mean() * random.random()
+    return model.linear(x).mean() * random.gauss(1, 0.1)
 
 
 def _numpy_draw(model: Any, x: Tensor) -> Tensor:
-    return model.linear(x).mean() * float(np.random.rand())
+    return model.linear(x).mean() * float(np.random.randn())
 
 
 def _default_list(model: Any, x: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006 - it is what the test is about
@@ -259,8 +259,8 @@ def _function_attribute(model: Any, x: Tensor) -> Tensor:
     [
         (_history, r"history, a list that outlives it, and reads .* at .*len\(model.history\)[^\n]*\n.*as an output"),
         (_global_list, r"SEEN is a list of 0 before it and a list of 1 after it, at .*SEEN.append.*\n.*as an output"),
-        (_python_draw, r"Python's random at .*random.random\(\)[^\n]*\n.*torch.rand"),
-        (_numpy_draw, r"numpy.random at .*np.random.rand\(\)[^\n]*\n.*torch.rand"),
+        (_python_draw, r"Python's random at .*random.gauss\(1, 0.1\)[^\n]*\n.*torch.rand"),
+        (_numpy_draw, r"numpy.random at .*np.random.randn\(\)[^\n]*\n.*torch.rand"),
         (_default_list, r"the default of seen is a list of 0 before it and a list of 1 after it, at .*seen.append"),
         (_function_attribute, r"_counted.calls is 0 before it and 1 after it, at .*_counted.calls \+= 1"),
     ],

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.capture.caches import asks_for_cache, without_caches
+from autoparallel.capture.python.watched import is_bookkeeping
 from autoparallel.graph.nesting import flatten
 from autoparallel.operators import RandomState, plain_randomness
 from autoparallel.runtime.module import ParallelModule
@@ -255,11 +256,12 @@ def _gradients(step: int, kind: str, model: nn.Module) -> Iterator[Record]:
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The numbers and tensors in the plain attributes of all modules."""
+    """The numbers and tensors in the plain attributes of all modules, but for what libraries note for themselves."""
     root = model.__dict__["_plain"] if isinstance(model, ParallelModule) else model
     for path, module in root.named_modules():
         for name, value in vars(module).items():
-            if name.startswith("_") and name in vars(nn.Module()) or name == "training":
+            of_library = name in vars(nn.Module()) or is_bookkeeping(type(module).__module__)
+            if name.startswith("_") and of_library or name == "training":
                 continue
             for i, leaf in enumerate(pytree.tree_leaves(value)):
                 if isinstance(leaf, Tensor | bool | int | float) and not isinstance(leaf, nn.Parameter):
