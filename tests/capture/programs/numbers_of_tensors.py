@@ -64,7 +64,7 @@ class ComputesWithNumbers(Two):
         return self.b(h) * max(most, 1e-3)
 
 
-@program(batch=signed, refused=None if torch.__version__ >= "2.13" else "write n [*] n", line=False)
+@program(batch=signed)
 class SquaresANumber(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
