@@ -144,7 +144,7 @@ _SYMPTOMS = (
     ),
     _Symptom(
         "Unknown symbol zuf",
-        "write n * n instead of n ** 2, or take the power of the tensor",
+        "take the power of the tensor (x ** 0.5), or math.sqrt(n) and products",
         "a power is taken of a number that is read of a tensor, which torch traces from 2.13 on",
     ),
     _Symptom(r"\.item\(\)", "a tensor's value is read into Python: keep it a tensor"),
