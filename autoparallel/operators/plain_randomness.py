@@ -54,15 +54,18 @@ class _Numbered(_torch.export.AttendingMode):
 
     def _take(self) -> int:
         """The number of the draw that is made now (see [Note: which draw is which])."""
-        state = torch.get_rng_state().numpy().tobytes()
-        torch.rand((), generator=torch.default_generator)
-        return self.numbers.setdefault(state, len(self.numbers))
+        return self.numbers.setdefault(_move_on(), len(self.numbers))
 
     def _take_alone(self) -> int:
         """The same of ``torch.rand([])``."""
-        state = torch.get_rng_state().numpy().tobytes()
-        torch.rand((), generator=torch.default_generator)
-        return self.alone.setdefault(state, alone(len(self.alone)))
+        return self.alone.setdefault(_move_on(), alone(len(self.alone)))
+
+
+def _move_on() -> bytes:
+    """Moves torch's generator on by a draw; the state that it had."""
+    state = torch.get_rng_state().numpy().tobytes()
+    torch.rand((), generator=torch.default_generator)
+    return state
 
 
 def _dropout(draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:

@@ -60,7 +60,10 @@ def random_state() -> RandomState:
 
 def _mix(z: int) -> int:
     """One step of splitmix64 on a Python integer."""
-    z = (z + _GAMMA) & _MASK64
+    return _scramble((z + _GAMMA) & _MASK64)
+
+
+def _scramble(z: int) -> int:
     z = ((z ^ (z >> 30)) * _FIRST) & _MASK64
     z = ((z ^ (z >> 27)) * _SECOND) & _MASK64
     return z ^ (z >> 31)
@@ -79,10 +82,7 @@ def number_alone(state: RandomState, place: int) -> float:
     Args:
         place: among those of the call.
     """
-    z = _mix(_key(state, alone(place)) ^ 0)
-    z = ((z ^ (z >> 30)) * _FIRST) & _MASK64
-    z = ((z ^ (z >> 27)) * _SECOND) & _MASK64
-    return ((z ^ (z >> 31)) >> 11) * 2.0**-53
+    return (_scramble(_mix(_key(state, alone(place)))) >> 11) * 2.0**-53
 
 
 def alone(place: int) -> int:

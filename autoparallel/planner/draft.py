@@ -12,7 +12,7 @@ from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.graph.carried_attributes import CARRIED, ChangesAttributesError, as_argument, describe_attributes
-from autoparallel.graph.drawn_numbers import DRAWS, DrawsNumbersError, describe_draws, drawn_ahead
+from autoparallel.graph.drawn_numbers import DRAWS, DrawsNumbersError, describe_draws, drawn_ahead, without_draws
 from autoparallel.graph.plain_tensors import attribute_at
 from autoparallel.operators import RandomState
 from autoparallel.plan import Plan
@@ -98,7 +98,7 @@ def capture_given(planner: Planner, call: Call) -> tuple[Captured, Call]:
         argument = as_argument({x: attribute_at(planner.model, x, planner.request.loss_fn) for x in error.values})
         larger = _add_argument(call, CARRIED, argument, describe_attributes(argument))
     except DrawsNumbersError as error:
-        before = pytree.tree_unflatten(call.specs, call.in_spec)[1].get(DRAWS, {})
+        before = without_draws(pytree.tree_unflatten(call.specs, call.in_spec)[1])[1]
         counts = {source: len(numbers) for source, numbers in before.items()} | {error.source: error.count}
         drawn = drawn_ahead(counts, RandomState(0, 0))
         larger = _add_argument(call, DRAWS, drawn, describe_draws(drawn))
