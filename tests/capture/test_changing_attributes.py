@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
+from autoparallel.graph.captured import NumberSpec
 from autoparallel.hardware import profile_for
 from autoparallel.planner.draft import call_of, capture_given
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.request.request import Request
 from tests.capture.programs.changing_attributes import LENGTHS, Annealed, Growing, Positions, Rotary
+from tests.capture.programs.drawn_numbers import SkipsLayersByNumpy
 from tests.capture.runner import numbers
 from tests.devices import DEVICE
 from tests.distributed import run_distributed
@@ -97,3 +99,11 @@ def test_a_plan_without_ranks_is_given_them() -> None:
     planner = Planner(Growing().double(), Request((("dp", 2),), profile_for("cpu")))
     captured, call = capture_given(planner, call_of((numbers(4, 12, 8, seed=0).cpu(),)))
     assert {*captured.attributes} == {"longest", "table"} and len(call.specs) == 3
+
+
+def test_a_plan_without_ranks_is_given_what_the_model_draws() -> None:
+    planner = Planner(SkipsLayersByNumpy().double(), Request((("dp", 2),), profile_for("cpu")))
+    captured, call = capture_given(planner, call_of((numbers(8, 8, seed=0).cpu(),)))
+    drawn = [spec for spec in call.specs if isinstance(spec, NumberSpec) and spec.is_drawn]
+    assert {*captured.drawn} == {"Python's random", "numpy.random"} and captured.assumed
+    assert len(call.specs) == 1 + len(drawn) and len(drawn) >= sum(captured.drawn.values())
