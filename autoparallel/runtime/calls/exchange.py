@@ -151,7 +151,7 @@ class Exchange:
     def of_backward(self) -> Callable[[], None]:
         """Shows the other ranks that a backward comes; what is returned raises where none of this model does."""
         place = f"backward {self.store.backwards} of {self.name}"
-        adds = self.store.everyone is None and bool(self.store.gradients)  # else a rank may hold nothing
+        adds = self.store.everyone is None and bool(self.store.grads.all())  # else a rank may hold nothing
         row = digest("backward", self.name, self._counts(), self.store.synchronise, adds)
         table_of_all = self.agreement.ask(row, place)
 

@@ -160,7 +160,7 @@ class Window(Generic[T]):
 
 def _left_over(store: GradientStore) -> str | None:
     """A parameter whose gradient is not zero, on any rank; ``zero_grad(set_to_none=False)`` leaves zeros."""
-    grads = store.gradients
+    grads = store.grads.all()
     if not grads:
         return None
     here = next((name for name, grad in grads.items() if bool(_torch.dtensor.local_of(grad).any())), None)

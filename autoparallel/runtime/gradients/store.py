@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import is_
 from typing import Any
@@ -27,7 +28,7 @@ from autoparallel._torch.autograd import AskedFor
 from autoparallel.comm.collectives import pack
 from autoparallel.comm.waiting import note_raised
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
-from autoparallel.placements import Layout, to_dtensor_placements
+from autoparallel.placements import Layout
 from autoparallel.runtime.gradients.backwards import (
     BackwardPass,
     BackwardPasses,
@@ -38,6 +39,7 @@ from autoparallel.runtime.gradients.backwards import (
 )
 from autoparallel.runtime.gradients.copies import KeptCopy
 from autoparallel.runtime.gradients.hook_calls import HookCalls
+from autoparallel.runtime.gradients.parameter_grads import ParameterGrads
 from autoparallel.runtime.gradients.travel import Carrier, Tensors, cast
 from autoparallel.runtime.parameters.hooks import has_gradient_hooks, show_always, show_engine
 from autoparallel.runtime.parameters.parts import note_changes
@@ -59,9 +61,9 @@ class GradientStore(Carrier):
     def __init__(
         self, mesh: DeviceMesh, prefix: str, parameters: Mapping[str, nn.Parameter], everyone: str | None = None
     ) -> None:
+        self.parameters, self.grads = parameters, ParameterGrads(parameters, mesh)
         super().__init__(mesh, prefix)
         self.everyone = everyone
-        self.parameters = parameters
         note_parameters(self, parameters)
         self.synchronise = True
         self.offloads_states = False  # whether the optimizer's states lie in host memory
@@ -76,7 +78,6 @@ class GradientStore(Carrier):
                 parameter.grad_dtype = None  # accumulators are float32
         self._pending: dict[str, ParameterChain] = {}
         self._hooks = HookCalls(parameters, lambda chain, value: self._add([chain], [value]))
-        self._replaced: dict[str, weakref.ref[torch.Tensor]] = {}  # gradients that are away to be added to, or reduced
         self._lock = threading.RLock()
         self.passes = BackwardPasses(self._finish_backward, note_raised)
         self.copies: dict[object, KeptCopy] = {}  # by bucket
@@ -92,7 +93,7 @@ class GradientStore(Carrier):
         """Goes to another mesh, before there are gradients."""
         super().move(mesh, prefix)
         self.everyone = everyone
-        self._specs: dict[tuple[str, Layout, torch.dtype], Any] = {}
+        self.grads.move(mesh)
 
     # -- from a call ------------------------------------------------------------------------------------------------
 
@@ -114,7 +115,7 @@ class GradientStore(Carrier):
         if not running.is_counted:
             running.is_counted = True
             self.backwards += 1
-            self._replaced = {}
+            self.grads.forget_absent()
             self.before_backward()
 
     def note_step(self, settings: str) -> None:
@@ -122,12 +123,6 @@ class GradientStore(Carrier):
         self.steps += 1
         self.last_step = settings
         self.all_steps = hashlib.sha256(self.all_steps + settings.encode()).digest()
-
-    @property
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients that there are, by name."""
-        pairs = zip(self.parameters, _torch.tensors.grads_of(self.parameters.values()), strict=True)
-        return {name: grad for name, grad in pairs if grad is not None}
 
     def has_stale(self) -> bool:
         """Whether a kept copy of gathered parameters is not what they are now, as far as this rank can see."""
@@ -263,18 +258,25 @@ class GradientStore(Carrier):
 
     def _finish_backward(self, ended: BackwardPass) -> None:
         """Waits for the reductions that a backward has started and hands their results out."""
-        with self._lock:
-            try:
+        try:
+            with self._delivery():
                 if self.window is not None:
                     self.window.require_nothing_beside()
                 ended.deliver()
                 if self.synchronise:
-                    self._reduce_pending()
-                    self._hooks.call()
+                    self._complete_pending()
+        finally:
+            note_changes(parameter.grad for parameter in self.parameters.values())
+
+    @contextmanager
+    def _delivery(self) -> Iterator[None]:
+        """Inside, what is on its way to ``.grad`` arrives, and nothing is on its way afterwards."""
+        with self._lock:
+            try:
+                yield
             finally:
                 self._hooks.forget()
-                self._replaced = {}
-                note_changes(parameter.grad for parameter in self.parameters.values())
+                self.grads.forget_absent()
 
     def sum_uses(self, rows: Rows) -> Tensors:
         """One gradient for each parameter, in the layout in which those of its uses add up."""
@@ -302,46 +304,28 @@ class GradientStore(Carrier):
 
     def _keep(self, chain: ParameterChain, accumulator: torch.Tensor) -> None:
         """Makes a local sum the parameter's gradient, until it is reduced."""
-        parameter = self.parameters[chain.name]
-        if parameter.grad is None or _torch.dtensor.local_of(parameter.grad) is not accumulator:
-            self._replace(chain.name, parameter.grad)
-            self._give(chain.name, self.wrap(chain.name, accumulator, chain.accumulator))
+        self.grads.give_part(chain.name, accumulator, chain.accumulator)
         self._pending[chain.name] = chain
 
     def _take_accumulator(self, chain: ParameterChain) -> torch.Tensor | None:
         """The local sum of what has been accumulated so far, in the accumulator's layout and dtype."""
-        pending, grad = self._pending.pop(chain.name, None), self.parameters[chain.name].grad
-        if grad is None:  # zero_grad() has cleared it
-            return None
+        pending = self._pending.pop(chain.name, None)
         layout = pending.accumulator if pending is not None else chain.at_rest
-        local = gradient_as(grad, self._spec(chain.name, layout, grad.dtype))
+        local = self.grads.local(chain.name, layout)
+        if local is None:  # zero_grad() has cleared it
+            return None
         if layout == chain.accumulator and local.dtype == chain.accumulator_dtype:
             return local
         if pending is None:  # a whole gradient: it becomes a summand again, mostly without communication
             local = local.to(chain.accumulator_dtype, copy=True)
-        self._replace(chain.name, grad)
+        self.grads.take_away(chain.name)
         return self.along(local, chain.shape, layout, chain.accumulator)
-
-    def _replace(self, name: str, grad: torch.Tensor | None) -> None:
-        """Takes a gradient away for another that is to come: a script that keeps it has that one then."""
-        if grad is not None:
-            self._replaced[name] = weakref.ref(grad)
-        self.parameters[name].grad = None
-
-    def _give(self, name: str, grad: DTensor) -> None:
-        """Makes a ``DTensor`` a parameter's gradient, by the object that has been taken away if it is alive."""
-        reference = self._replaced.pop(name, None)
-        earlier = None if reference is None else reference()
-        if isinstance(earlier, DTensor) and earlier.dtype == grad.dtype and earlier.device_mesh == grad.device_mesh:
-            _torch.dtensor.become(earlier, grad)
-            grad = earlier
-        self.parameters[name].grad = grad
 
     def _with_pending(self, chain: ParameterChain, grad: torch.Tensor) -> torch.Tensor:
         if chain.name not in self._pending:
             return grad
         accumulator = self._take_accumulator(chain)
-        self._replace(chain.name, self.parameters[chain.name].grad)
+        self.grads.take_away(chain.name)
         return grad if accumulator is None else accumulator.add_(grad)
 
     def _hand_out(self, chains: Sequence[ParameterChain], values: Tensors) -> None:
@@ -359,12 +343,12 @@ class GradientStore(Carrier):
         rows = zip(chains, parameters, grads, specs, cast(values, chains[0].rest_dtype), strict=True)
         for chain, parameter, grad, spec, value in rows:
             if grad is None:
-                self._give(chain.name, _torch.dtensor.wrap_local(_alone(chain, value), spec))
+                self.grads.give(chain.name, _torch.dtensor.wrap_local(_alone(chain, value), spec))
             else:
                 local = gradient_as(grad, spec)
                 if local is not _torch.dtensor.local_of(grad):
-                    self._replace(chain.name, grad)
-                    self._give(chain.name, as_parameter(local, parameter))
+                    self.grads.take_away(chain.name)
+                    self.grads.give(chain.name, as_parameter(local, parameter))
                 sums.append(local)
                 addends.append(value)
         if sums:
@@ -372,36 +356,17 @@ class GradientStore(Carrier):
         if self.when_reduced is not None and (self.window is None or self.window.divisor() is None):
             self.when_reduced([chain.name for chain in chains])
 
-    def lay_out(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a gradient as autograd is given it, with its graph."""
-        spec, shape = _torch.dtensor.spec_of(self.parameters[name]), self.parameters[name].shape  # type: ignore[arg-type]
-        stride = self.parameters[name].stride()
-        return DTensor.from_local(value, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
-
     # -- from clipping, the optimizer, and the outside --------------------------------------------------------------
-
-    def wrap(self, name: str, local: torch.Tensor, layout: Layout) -> DTensor:
-        """A gradient as the ``DTensor`` that ``.grad`` is."""
-        return _torch.dtensor.wrap_local(local, self._spec(name, layout, local.dtype))
-
-    def _spec(self, name: str, layout: Layout, dtype: torch.dtype) -> Any:
-        spec = self._specs.get((name, layout, dtype))
-        if spec is None:
-            parameter = self.parameters[name]
-            spec = _torch.dtensor.make_spec(self.mesh, to_dtensor_placements(layout), parameter.shape, dtype)
-            self._specs[name, layout, dtype] = spec
-        return spec
 
     def flush(self) -> None:
         """Reduces every gradient that is still a summand; a collective that all ranks enter alike."""
         self.passes.end_dead()
-        with self._lock:
-            try:
-                self._reduce_pending()
-                self._hooks.call()
-            finally:
-                self._hooks.forget()
-                self._replaced = {}
+        with self._delivery():
+            self._complete_pending()
+
+    def _complete_pending(self) -> None:
+        self._reduce_pending()
+        self._hooks.call()
 
     def _reduce_pending(self) -> None:
         groups: dict[Any, list[ParameterChain]] = {}
@@ -411,12 +376,10 @@ class GradientStore(Carrier):
                 groups.setdefault((forms, chain.reduce_dtype, chain.rest_dtype), []).append(chain)
         self._pending.clear()
         for chains in groups.values():
-            grads: list[Any] = [self.parameters[c.name].grad for c in chains]
-            specs = [self._spec(c.name, c.accumulator, g.dtype) for c, g in zip(chains, grads, strict=True)]
-            locals_ = [gradient_as(grad, spec) for grad, spec in zip(grads, specs, strict=True)]
-            finish = self.reduce(chains, locals_, [c.sync for c in chains], owned=True)
-            for chain, grad in zip(chains, grads, strict=True):
-                self._replace(chain.name, grad)
+            sums = [x for c in chains if (x := self.grads.local(c.name, c.accumulator)) is not None]
+            finish = self.reduce(chains, sums, [c.sync for c in chains], owned=True)
+            for chain in chains:
+                self.grads.take_away(chain.name)
             self._hand_out(chains, finish())
 
     def settle(self) -> None:
@@ -427,7 +390,7 @@ class GradientStore(Carrier):
             return
         show_always(self.parameters.values(), False)
         if (divisor := window.divisor()) is not None:
-            for alike in _torch.tensors.by_dtype(list(map(_torch.dtensor.local_of, self.gradients.values()))):
+            for alike in _torch.tensors.by_dtype(list(map(_torch.dtensor.local_of, self.grads.all().values()))):
                 torch._foreach_div_(alike, divisor)
         self._hooks.call_after_window(window.names)
 

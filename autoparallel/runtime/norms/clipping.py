@@ -150,7 +150,7 @@ class Clipper:
         """
         assert self.limits is not None and self.in_step is not None
         held = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
-        grads = self.store.gradients
+        grads = self.store.grads.all()
         names = [n for n in grads if id(self.store.parameters[n]) in held]
         if optimizer is not None and (not self._is_due(held, names) or self._is_done(grads, names)):
             return None
@@ -213,14 +213,14 @@ class Clipper:
             raise RuntimeError(f"{what} inside no_sync(): gradients are not reduced yet; call it after the window")
         store.passes.end_dead()
         pending = store.pending_layouts()
-        grads = store.gradients
+        grads = store.grads.all()
         parameters = [store.parameters[name] for name in grads]
         if pending or not all(map(is_, specs_of(list(grads.values())), specs_of(parameters))):
             for parameter, (name, grad) in zip(parameters, grads.items(), strict=True):
                 self._require_ours(what, name, parameter, grad, pending.get(name))
         if not grads or pending or store.window is not None:
             store.settle()
-            grads = store.gradients
+            grads = store.grads.all()
         if not grads and not (store.everyone is not None and store.backwards):  # other ranks have some
             raise RuntimeError(f"{what} before any backward(): no parameter has a gradient")
         return grads

@@ -107,7 +107,7 @@ class Gradients:
 
     def _overflows(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Whether a gradient is not finite on any rank: one all-reduce, so that all of them skip the step or none."""
-        held = map(_torch.dtensor.local_of, self._store.gradients.values())
+        held = map(_torch.dtensor.local_of, self._store.grads.all().values())
         flag = torch.zeros(1, device=self._store.mesh.device_type)
         for value in (*values, *held):
             flag = torch.maximum(flag, (~value.isfinite()).any().to(flag))
