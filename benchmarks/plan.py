@@ -25,6 +25,7 @@ from rich.table import Table
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoparallel.capture.attempt import CaptureSettings
 from autoparallel.capture.capture import capture
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.captured import Captured, describe_inputs
@@ -67,7 +68,7 @@ def captured(model: nn.Module, inputs: Inputs, loss_fn: Callable[..., Any] | Non
     """The model's graph."""
     leaves, spec = pytree.tree_flatten(inputs)
     specs, batch = describe_inputs(leaves)
-    return capture(model, specs, spec, loss_fn=loss_fn, least_batch=2 * ranks, batch=batch)
+    return capture(model, specs, spec, CaptureSettings(2 * ranks, batch, loss_fn=loss_fn))
 
 
 def planned(graph: Captured, mesh: Sequence[int], preset: str = "auto", memory_limit: float | None = None) -> Plan:

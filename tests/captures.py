@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoparallel.capture.attempt import CaptureSettings
 from autoparallel.capture.capture import capture
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, describe_inputs
@@ -31,7 +32,7 @@ def captured(
     """The graph of one call of a model; ``options`` are further ones of ``capture``."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     specs, rows = describe_inputs(leaves)
-    return capture(model, specs, spec, loss_fn=loss_fn, least_batch=least_batch, batch=rows, **(options or {}))
+    return capture(model, specs, spec, CaptureSettings(least_batch, rows, loss_fn=loss_fn, **(options or {})))
 
 
 def draft(model: nn.Module, call: Call, request: Request) -> Draft:
@@ -50,18 +51,17 @@ def shared_captures(captured: Captures | None = None, name: str = "") -> Iterato
     """
     known = {} if captured is None else captured
 
-    def shared(
-        model: nn.Module, specs: Any, in_spec: Any, leaves: Any, *, loss_fn: Any, training: Any, **sizes: Any
-    ) -> Captured:
+    def shared(model: nn.Module, specs: Any, in_spec: Any, settings: CaptureSettings, leaves: Any) -> Captured:
         attributes = [
             [(key, value) for key, value in vars(module).items() if isinstance(value, _PLAIN) or is_dataclass(value)]
             for module in model.modules()
         ]
         named = (*model.named_parameters(), *model.named_buffers())
         tensors = [(path, t.shape, t.dtype, t.requires_grad) for path, t in named]
-        key = name, type(model), loss_fn, repr((model, attributes, tensors, training, specs, in_spec, sizes))
+        others = repr((model, attributes, tensors, specs, in_spec, replace(settings, loss_fn=None)))
+        key = name, type(model), settings.loss_fn, others
         if key not in known:
-            known[key] = capture(model, specs, in_spec, leaves, loss_fn=loss_fn, training=training, **sizes)
+            known[key] = capture(model, specs, in_spec, settings, leaves)
         return known[key].copy()
 
     with patch.object(planner, "capture", shared):

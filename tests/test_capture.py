@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 import autoparallel
 from autoparallel.capture import capture as capture_module
+from autoparallel.capture.attempt import CaptureSettings
 from autoparallel.capture.capture import capture
 from autoparallel.graph.calls import closed
 from autoparallel.graph.captured import Captured, CaptureError, describe_inputs
@@ -39,7 +40,7 @@ def captured(
     leaves, spec = pytree.tree_flatten((args, kwargs))
     specs, rows = describe_inputs(leaves)
     forms = closed(specs, batch=False) if fixed else specs
-    return capture(model, forms, spec, loss_fn=loss_fn, least_batch=8, batch=rows, training=training)
+    return capture(model, forms, spec, CaptureSettings(8, rows, loss_fn=loss_fn, training=training))
 
 
 def refusal(model: nn.Module, *args: Any, **options: Any) -> str:

@@ -101,17 +101,14 @@ NOT_AGAIN = (
 )
 
 
-@dataclass
-class Attempt:
-    """One attempt at a capture: copies of the model, with fakes in the places of tensors, are run and traced.
+@dataclass(frozen=True)
+class CaptureSettings:
+    """What a model is captured for.
 
-    Args:
-        model: the plain model; its tensors are not touched.
-        specs, in_spec: the inputs, flattened from ``(args, kwargs)``, with the dims that are left open.
-        fixed: the lines at which the model fixes sizes are added.
-        loss_fn: called as ``loss_fn(output, target)``.
+    Attributes:
         least_batch: the smallest batch to trace with.
         batch: the batch size of the actual call.
+        loss_fn: called as ``loss_fn(output, target)``; None without a target.
         training: captures in this mode instead of the model's own.
         detach_beside_loss: where the loss is known (see ``capture.functional.outputs``), detaches the other outputs.
         ranks: of the mesh: into at most so many blocks fused projections are interleaved (see
@@ -120,6 +117,30 @@ class Attempt:
         gradients: whether it is called with gradients enabled.
         autocast: the dtype of the autocast that it is called under: each cast becomes an operator of the graph.
         device: the kind on which it is traced (see [Note: devices]).
+    """
+
+    least_batch: int
+    batch: int
+    _: KW_ONLY
+    loss_fn: Callable[..., Any] | None = None
+    training: bool | None = None
+    detach_beside_loss: bool = True
+    ranks: int = 1
+    precision: MixedPrecisionPolicy | None = None
+    gradients: bool = True
+    autocast: torch.dtype | None = None
+    device: str = "cpu"
+
+
+@dataclass
+class Attempt:
+    """One attempt at a capture: copies of the model, with fakes in the places of tensors, are run and traced.
+
+    Args:
+        model: the plain model; its tensors are not touched.
+        specs, in_spec: the inputs, flattened from ``(args, kwargs)``, with the dims that are left open.
+        settings: what it is captured for.
+        fixed: the lines at which the model fixes sizes are added.
         leaves: the inputs of the call.
         may_read: whether Python may read their values (see ``tracing.inputs_read``), single numbers alone where sizes
             are open.
@@ -135,18 +156,9 @@ class Attempt:
     model: nn.Module
     specs: Sequence[InputSpec | Any]
     in_spec: pytree.TreeSpec
+    settings: CaptureSettings
     _: KW_ONLY
     fixed: dict[str, None]
-    loss_fn: Callable[..., Any] | None
-    least_batch: int
-    batch: int
-    training: bool | None = None
-    detach_beside_loss: bool = True
-    precision: MixedPrecisionPolicy | None = None
-    ranks: int = 1
-    gradients: bool = True
-    autocast: torch.dtype | None = None
-    device: str = "cpu"
     leaves: Sequence[Any] = ()
     may_read: bool = False
 
@@ -156,16 +168,20 @@ class Attempt:
         self.asked_at: str | None = None
         self.reads_values = False
         self._of_next: PythonState | None = None
-        self.scale = scale_of(self.least_batch, self.batch)
-        open_batch = self.scale * self.batch > 1
+        settings = self.settings
+        self.scale = scale_of(settings.least_batch, settings.batch)
+        open_batch = self.scale * settings.batch > 1
         with self.mode:
-            self.inputs = FakeInputs(self.specs, self.in_spec, self.scale, open_batch, self.device)
-            self.copies = Copies(self.model, self.loss_fn, self.inputs, self.training, self.precision, self.device)
+            self.inputs = FakeInputs(self.specs, self.in_spec, self.scale, open_batch, settings.device)
+            self.copies = Copies(
+                self.model, settings.loss_fn, self.inputs, settings.training, settings.precision, settings.device
+            )
         self._reads = self._make_reads()
         self._attributes = TensorAttributes(self.model, self.leaves)
 
     def _make_reads(self) -> GlobalsRead:
-        return GlobalsRead(owners_of(self.loss_fn), packages_of(self.model, self.loss_fn), self.model)
+        loss_fn = self.settings.loss_fn
+        return GlobalsRead(owners_of(loss_fn), packages_of(self.model, loss_fn), self.model)
 
     def run(self, wrapper: Training, answer: bool = True, **tables: Any) -> Any:
         """Runs a copy without a trace, with one answer for all that Python asks of tensors' values.
@@ -212,9 +228,11 @@ class Attempt:
             self._of_next = None  # that is of what it does where it is not compiled
             return captured
         program, findings, recorder = way.program, way.findings, way.recorder
+        settings = self.settings
         captured = describe(
-            program, self.model, self.copies.owners, self.copies.references, self.specs, self.loss_fn is not None,
-            self.detach_beside_loss, findings, self.ranks, {x: place for x, (place, _) in way.trace.numbers.items()},
+            program, self.model, self.copies.owners, self.copies.references, self.specs, settings.loss_fn is not None,
+            settings.detach_beside_loss, findings, settings.ranks,
+            {x: place for x, (place, _) in way.trace.numbers.items()},
         )  # fmt: skip
         captured.guards = tuple({**dict.fromkeys(captured.guards), **way.guards})
         captured.assumed = tuple(way.assumed)
@@ -229,7 +247,7 @@ class Attempt:
         modules = self.model.named_modules(remove_duplicate=False)
         kinds = {path: getattr(module, "stands_for", type(module)) for path, module in modules}
         run_passes(filling_passes(stacks, captured, kinds), captured.module)
-        if self.device != "cpu":
+        if settings.device != "cpu":
             forget_devices(captured)
         for line in findings.left_out:
             LOGGER.warning(LEFT_OUT, line)
@@ -288,11 +306,17 @@ class Attempt:
             CaptureError: when the model cannot be captured.
         """
         require_full_hooks(self.model)
-        before = torch.is_grad_enabled()
-        torch.set_grad_enabled(self.gradients)
-        cast = torch.autocast(self.device, self.autocast, enabled=self.autocast is not None)
+        before, settings = torch.is_grad_enabled(), self.settings
+        torch.set_grad_enabled(settings.gradients)
+        cast = torch.autocast(settings.device, settings.autocast, enabled=settings.autocast is not None)
         try:
-            with only_the_users(), parametrizations_made_anew(), without_trackers(), cast, computing_on(self.device):
+            with (
+                only_the_users(),
+                parametrizations_made_anew(),
+                without_trackers(),
+                cast,
+                computing_on(settings.device),
+            ):
                 captured = self._capture_with_journals()
         finally:
             self.reads_values |= has_unknown_sizes(self.mode) or any(run.reads_values for run in self.rehearsals)
@@ -369,13 +393,13 @@ class Attempt:
                 if error.__cause__ is None or place_of(error.__cause__) != place_of(failed):
                     raise
                 # It speaks of sizes, not of symbols.
-                same_mode = self.training is None or self.training == self.model.training
+                same_mode = self.settings.training in (None, self.model.training)
                 raised = failed if same_mode and not asks and is_raised_by_model(failed) else None
                 raise FailsUntraced(
                     explain_failure(failed, whole.model, whole.findings.has_outputs), raised
                 ) from failed
         states = whole.recorder.state(), reads.state(), self.copies.closures.state(), self._attributes.state()
-        for state in (*states, read_of_loss(self.loss_fn)):
+        for state in (*states, read_of_loss(self.settings.loss_fn)):
             captured.state.merge(state)
         if self._of_next is not None:
             captured.next_state = state_of_next(captured.state, self._of_next, written)

@@ -6,7 +6,7 @@ What an attempt leaves open (numbers, lengths, the batch size), the next one fix
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.capture.attempt import Attempt
+from autoparallel.capture.attempt import Attempt, CaptureSettings
 from autoparallel.capture.fake_inputs import scale_of, traced_shape
 from autoparallel.graph.calls import closed, fits, without_numbers
 from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec
@@ -29,8 +29,8 @@ def capture(
     model: nn.Module,
     specs: Sequence[InputSpec | Any],
     in_spec: pytree.TreeSpec,
+    settings: CaptureSettings,
     leaves: Sequence[Any] = (),
-    **options: Any,
 ) -> Captured:
     """Captures ``model(*args, **kwargs)``, or its loss where ``loss_fn`` is given and the last argument is the target.
 
@@ -44,7 +44,7 @@ def capture(
     """
     with collected_rarely(MANY):
         try:
-            return _capture(model, specs, in_spec, leaves, options)
+            return _capture(model, specs, in_spec, settings, leaves)
         finally:
             count_as_old()
 
@@ -53,8 +53,8 @@ def _capture(
     model: nn.Module,
     specs: Sequence[InputSpec | Any],
     in_spec: pytree.TreeSpec,
+    settings: CaptureSettings,
     leaves: Sequence[Any],
-    options: Mapping[str, Any],
 ) -> Captured:
     _torch.export.import_tracer()
     fixed_numbers = without_numbers(specs)
@@ -72,10 +72,10 @@ def _capture(
     reads_values = refused = False
     fixed: dict[str, None] = {}
     for forms, may_read in attempts:
-        in_vain = refused or failed is not None and _examples(forms, options) == vain
+        in_vain = refused or failed is not None and _examples(forms, settings) == vain
         if not reads_values if may_read else in_vain:
             continue
-        attempt = Attempt(model, forms, in_spec, fixed=fixed, leaves=leaves, may_read=may_read, **options)
+        attempt = Attempt(model, forms, in_spec, settings, fixed=fixed, leaves=leaves, may_read=may_read)
         try:
             with _torch.export.without_reports():
                 captured = attempt.capture()
@@ -85,7 +85,7 @@ def _capture(
             failed = error  # the last one speaks of the sizes of the call
             reads_values |= attempt.reads_values
             refused = error.__cause__ is None and not numbers  # by ourselves, whatever is open
-            vain = _examples(forms, options) if isinstance(error, FailsUntraced) else vain
+            vain = _examples(forms, settings) if isinstance(error, FailsUntraced) else vain
             fixed[str(error).splitlines()[0].partition(" at ")[2]] = None
             continue
         if not (may_read and forms is fixed_numbers):  # what it reads is known, so that no size need be fixed
@@ -100,7 +100,7 @@ def _capture(
             return captured
     assert failed is not None  # the last attempt has no symbols that could differ from the call
     if failed.__cause__ is not None:
-        text = f"{failed}\n{_arguments(model, specs, in_spec, options)}"
+        text = f"{failed}\n{_arguments(model, specs, in_spec, settings)}"
         raised = failed.raised_by_model if isinstance(failed, FailsUntraced) else None
         raise (CaptureError(text) if raised is None else FailsUntraced(text, raised)) from failed.__cause__
     raise failed
@@ -130,17 +130,17 @@ _TRIED = (*range(2, 64), *(2**i for i in range(6, 32)))
 """Sizes of which a trace that leaves one open serves at least two."""
 
 
-def _examples(specs: Sequence[InputSpec | Any], options: Mapping[str, Any]) -> list[Any]:
+def _examples(specs: Sequence[InputSpec | Any], settings: CaptureSettings) -> list[Any]:
     """What tells apart the inputs that a model is traced with, but for what of them is left open."""
-    scale = scale_of(options["least_batch"], options["batch"])
+    scale = scale_of(settings.least_batch, settings.batch)
     return [traced_shape(s, scale) if isinstance(s, InputSpec) else isinstance(s, NumberSpec) for s in specs]
 
 
-def _arguments(model: nn.Module, specs: Sequence[Any], in_spec: pytree.TreeSpec, options: Mapping[str, Any]) -> str:
+def _arguments(model: nn.Module, specs: Sequence[Any], in_spec: pytree.TreeSpec, settings: CaptureSettings) -> str:
     """What a call was given, by the names of the model's arguments."""
     args, kwargs = pytree.tree_unflatten(specs, in_spec)
     kwargs = {name: value for name, value in kwargs.items() if name not in (CARRIED, DRAWS)}
-    target = {"the target": args[-1]} if options["loss_fn"] is not None and args else {}
+    target = {"the target": args[-1]} if settings.loss_fn is not None and args else {}
     names = list(inspect.signature(model.forward).parameters)
     names += [f"argument {i}" for i in range(len(names) + 1, len(args) + 1)]  # more than it takes
     values = {**dict(zip(names, args[: len(args) - len(target)], strict=False)), **kwargs, **target}

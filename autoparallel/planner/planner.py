@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from autoparallel.capture.attempt import CaptureSettings
 from autoparallel.capture.capture import capture
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.prediction import LatePrediction, Prediction
@@ -60,14 +61,10 @@ class Planner:
     def capture(self, call: Call, training: bool | None = None) -> Captured:
         """The forward graph of a call; a batch that the model fixes is marked in it."""
         request = self.request
-        captured = capture(
-            self.model,
-            call.specs,
-            call.in_spec,
-            call.values,
+        settings = CaptureSettings(
+            2 * math.prod(request.sizes),
+            call.batch,
             loss_fn=request.loss_fn if call.with_target else None,
-            least_batch=2 * math.prod(request.sizes),
-            batch=call.batch,
             training=training,
             detach_beside_loss=request.outputs == "auto",
             precision=request.precision,
@@ -76,6 +73,7 @@ class Planner:
             autocast=call.autocast,
             device=request.device,
         )
+        captured = capture(self.model, call.specs, call.in_spec, settings, call.values)
         if not mark_batch_behind_time(captured) and not captured.batches:
             mark_batch(captured)
         return sort_calls(captured) if self.sorts_calls else captured

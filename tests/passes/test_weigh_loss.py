@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autoparallel.capture.attempt import CaptureSettings
 from autoparallel.capture.capture import capture
 from autoparallel.graph.captured import Captured, InputSpec, describe_inputs
 from autoparallel.operators import weighted_mean
@@ -30,7 +31,7 @@ def captured(loss_fn: Callable[..., Any], target: Any, model: nn.Module | None =
     leaves, spec = pytree.tree_flatten(((torch.rand(8, 4), target), {}))
     specs, batch = describe_inputs(leaves)
     assert all(isinstance(s, InputSpec) for s in specs)
-    return capture(model or Linear(), specs, spec, loss_fn=loss_fn, least_batch=4, batch=batch)
+    return capture(model or Linear(), specs, spec, CaptureSettings(4, batch, loss_fn=loss_fn))
 
 
 LABELS = torch.zeros(8, dtype=torch.int64)
@@ -126,7 +127,7 @@ def test_what_reads_no_input_may_be_added_to_a_mean(loss_fn: Callable[..., Any],
 def test_no_loss_weighs_nothing() -> None:
     leaves, spec = pytree.tree_flatten(((torch.rand(8, 4),), {}))
     specs, batch = describe_inputs(leaves)
-    assert capture(Linear(), specs, spec, loss_fn=None, least_batch=4, batch=batch).weight is None
+    assert capture(Linear(), specs, spec, CaptureSettings(4, batch)).weight is None
 
 
 @pytest.mark.parametrize("weight", [2.0, 0.0])

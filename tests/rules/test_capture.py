@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autoparallel.capture.attempt import CaptureSettings
 from autoparallel.capture.capture import capture
 from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.rules import operator_name, rule_for
@@ -23,7 +24,7 @@ ROWS = 4
 def _capture(model: nn.Module, args: Any, kwargs: Any, *, loss_fn: Any = None, training: bool = True) -> Captured:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     specs, batch = describe_inputs(leaves)
-    return capture(model, specs, spec, loss_fn=loss_fn, least_batch=batch, batch=batch, training=training)
+    return capture(model, specs, spec, CaptureSettings(batch, batch, loss_fn=loss_fn, training=training))
 
 
 def _without_rule(captured: Captured) -> list[str]:
