@@ -162,15 +162,9 @@ class Compiler:
         try:
             plan = self._plan(captured, call, at_rest)
         except PlanError as error:
-            even = self._round_batch(call, captured.batch_dims)
-            if at_rest is not None or self.request.stages or not self._is_preset or even.specs == call.specs:
+            if at_rest is not None:
                 raise
-            # A preset cannot cut this batch: parameters lie as for the next larger one that it can.
-            try:
-                larger = self._capture(even)
-            except CaptureError:  # the model has no other
-                raise error from None
-            at_rest = self._layouts_at_rest(self._plan(larger, even, None))
+            at_rest = self._plan_larger(captured, call, error)
             plan = self._plan(captured, call, at_rest)
         plan = replace(plan, choice=self.choice or plan.choice)
         with self._progress.phase("build"):
@@ -192,6 +186,18 @@ class Compiler:
                     raise
                 trained, captured = call, self._capture(call, training=True)
         return self._layouts_at_rest(self._plan(captured, trained, None))
+
+    def _plan_larger(self, captured: Captured, call: Call, error: PlanError) -> dict[str, ParameterPlan]:
+        """How every parameter lies where a preset cannot cut the batch of a call that comes first, for which there is
+        an error: as for the next larger batch that it can."""
+        even = self._round_batch(call, captured.batch_dims)
+        if self.request.stages or not self._is_preset or even.specs == call.specs:
+            raise error
+        try:
+            larger = self._capture(even)
+        except CaptureError:  # the model has no other
+            raise error from None
+        return self._layouts_at_rest(self._plan(larger, even, None))
 
     @property
     def _is_preset(self) -> bool:
