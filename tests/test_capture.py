@@ -6,7 +6,9 @@ import cProfile
 import inspect
 import logging
 import math
+import random
 import re
+import threading
 import warnings
 from typing import Any
 
@@ -246,6 +248,23 @@ def test_a_model_that_asks_whether_it_is_compiled_may_fix_its_batch() -> None:
 
 def test_a_fork_of_the_generator_is_refused() -> None:
     assert "sets torch's generator (torch.set_rng_state)" in refusal(_Forks(), torch.rand(8, 8))
+
+
+def test_a_thread_that_draws_while_a_model_is_captured_is_named() -> None:
+    ends = threading.Event()
+
+    def draw() -> None:
+        while not ends.is_set():
+            random.random()
+
+    thread = threading.Thread(target=draw, name="loads data", daemon=True)
+    thread.start()
+    try:
+        with pytest.raises(CaptureError, match=r"loads data.*another thread.*start it after the first call"):
+            captured(nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)]), torch.randn(8, 4))
+    finally:
+        ends.set()
+        thread.join()
 
 
 def test_what_the_model_has_compiled_runs_as_it_was_written() -> None:

@@ -64,13 +64,18 @@ def refusal(what: str, line: str, cure: str) -> CaptureError:
     return CaptureError(f"{what} at {line}\nWhat to change: {cure}.")
 
 
-def refused_draw(generators: str, line: str) -> CaptureError:
-    """Why a draw cannot be traced, and what to change."""
+def refused_draw(generators: str, line: str, threads: Sequence[str] = ()) -> CaptureError:
+    """Why a draw cannot be traced, and what to change.
+
+    Args:
+        threads: the names of others that may have drawn.
+    """
+    other = f" Where it is {' or '.join(threads)}, another thread, that draws: start it after the first call."
     return CaptureError(
         f"the model draws from {generators} at {line}: a trace would hold one draw for ever\n"
         "What to change: draw single numbers with random.random() or np.random.uniform(), by which a model may decide, "
         "and others with torch (torch.rand, torch.bernoulli, torch.randint, and torch.where); or draw outside of the "
-        "model and pass the numbers in as a tensor."
+        f"model and pass the numbers in as a tensor.{other * bool(threads)}"
     )
 
 

@@ -65,6 +65,11 @@ def _key_id(key: Any) -> int:
     return key if type(key) is int else id(key)
 
 
+def _other_threads() -> list[str]:
+    """The names of threads that may draw from the generators while the model runs."""
+    return [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+
+
 def _leave(value: Any) -> None:
     """Leaves what a run has changed as it is."""
 
@@ -157,7 +162,7 @@ class GlobalsRead:
         if kind is None or issubclass(kind, Exception) and not issubclass(kind, CaptureError):
             if drawn:
                 raise StateChangedError(
-                    lambda line: refused_draw(" and ".join(drawn), line),
+                    lambda line: refused_draw(" and ".join(drawn), line, _other_threads()),
                     lambda _, reads: bool(reads.drawn()),
                 )
             if changed:
