@@ -2,8 +2,9 @@
 
 ``n = h.norm().item()`` is a synchronisation in eager, for a number that most models divide by, keep for a log
 (``self.norm = n``) or return beside the loss.  In the graph it is a tensor of no dims, detached, as exact as Python's
-numbers: float64 or int64.  What is returned becomes a number of Python's when the call delivers it.  A number that
-decides a shape or a way stays as it is, and is refused.
+numbers: float64 or int64, and bool for what compares them, as the questions do by which Python goes on (``if n > 3``,
+see ``capture.functional.ways``).  What is returned becomes a number of Python's when the call delivers it.  A number
+that decides a shape stays as it is, and is refused.
 
 Before:
     item = aten.item(norm)
@@ -44,8 +45,16 @@ _OF_PYTHON: dict[Any, Any] = {
     operator.abs: aten.abs.default, torch.sym_float: aten.alias.default, torch.sym_max: aten.maximum.default,
     torch.sym_min: aten.minimum.default,
     **{function: getattr(aten, name).default for name, function in FUNCTIONS.items()},
+    **{getattr(operator, name): getattr(aten, name).Tensor for name in ("lt", "le", "gt", "ge", "eq", "ne")},
+    torch.sym_not: aten.logical_not.default, operator.and_: aten.logical_and.default,
+    operator.or_: aten.logical_or.default, torch.sym_ite: aten.where.self,
 }  # fmt: skip
 """What computes of tensors what Python computes of numbers."""
+
+_DTYPES: dict[torch.dtype, Any] = {
+    torch.float64: torch.SymFloat | float, torch.int64: torch.SymInt | int, torch.bool: torch.SymBool | bool,
+}  # fmt: skip
+"""In which dtype tensors stand for numbers of some kinds, of which a computation has one: the first of these."""
 
 _FILLING: dict[Any, Callable[..., Any]] = {
     aten.full.default: lambda emit, size, _: size,
@@ -115,7 +124,12 @@ def _tensor_form(call: fx.Node) -> Any:
 
 
 def _is_number(x: Any) -> TypeGuard[fx.Node]:
-    return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.SymFloat | torch.SymInt)
+    return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.SymFloat | torch.SymInt | torch.SymBool)
+
+
+def _example(x: Any) -> Any:
+    """A number, or what stands for one in a trace."""
+    return x.meta["val"] if isinstance(x, fx.Node) else x
 
 
 def _takes_tensor(parameter: Any) -> bool:
@@ -136,9 +150,12 @@ class _Tensors(dict[fx.Node, fx.Node]):
     def compute(self, emit: Emitter) -> None:
         """What Python computes of numbers, of tensors."""
         node = emit.node
-        whole = isinstance(node.meta["val"], torch.SymInt) and node.target is not operator.truediv
         device = next(emit.value(self[x]).device for x in node.all_input_nodes if x in self)
-        operands = [self._of(emit, x, torch.int64 if whole else torch.float64, device) for x in node.args]
+        conditions, values = (node.args[:1], node.args[1:]) if node.target is torch.sym_ite else ((), node.args)
+        results = (*values, node) if node.target is not operator.truediv else (1.0,)
+        dtype = next(dtype for dtype, kinds in _DTYPES.items() if any(isinstance(_example(x), kinds) for x in results))
+        operands = [self._of(emit, x, torch.bool, device) for x in conditions]
+        operands += [self._of(emit, x, dtype, device) for x in values]
         self[node] = emit(_OF_PYTHON[node.target], *operands)
 
     def give(self, emit: Emitter) -> None:

@@ -124,10 +124,10 @@ GUARD_BOOL = SymNode.guard_bool
 
 
 def is_unknown(truth: torch.SymBool) -> bool:
-    """Whether only the program tells whether a relation of sizes holds: of how many rows values select."""
-    node, symbols = truth.node, free_unbacked_symbols(truth)
-    is_of_sizes = bool(symbols) and symbols <= node.shape_env.size_like
-    return is_of_sizes and node.shape_env._maybe_evaluate_static(node.expr) is None
+    """Whether only the program tells whether a relation holds: of how many rows values select, or of a number that is
+    read of a tensor."""
+    node = truth.node
+    return has_values(truth) and node.shape_env._maybe_evaluate_static(node.expr) is None
 
 
 def has_values(number: Any) -> bool:

@@ -60,7 +60,14 @@ def _are_open(values: tuple[Any, ...]) -> bool:
     return len(values) > 1 and torch.SymFloat in kinds and kinds <= {torch.SymFloat, torch.SymInt, float, int}
 
 
-STAND_INS: Mapping[str, Any] = {"isinstance": _is_instance, "type": _Type, "divmod": _divmod, "max": _max, "min": _min}
+def _len(value: Any, /) -> Any:
+    """As ``len``, which must return an ``int``: of a tensor the size of its first dim, which may be open."""
+    return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else len(value)
+
+
+STAND_INS: Mapping[str, Any] = {
+    "isinstance": _is_instance, "type": _Type, "divmod": _divmod, "max": _max, "min": _min, "len": _len,
+}  # fmt: skip
 """What stands for functions of Python in modules of the user's while models are traced."""
 
 

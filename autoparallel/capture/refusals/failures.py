@@ -264,11 +264,12 @@ def _explain_value(error: Exception, modules: list[nn.Module], line: str) -> tup
         return "Python takes a way that depends on a tensor's values", INSTEAD_OF_WAYS
     if _FLOAT.search(line):
         return "a tensor's value is read into Python by float()", (
-            "write x.item() in the place of float(x), a number that may be computed with, given to operators, kept and "
-            "returned; or keep it a tensor"
+            "write x.item() in the place of float(x), a number that may be computed with, asked (if n > 3), given to "
+            "operators, kept and returned; or keep it a tensor"
         )
     return "a tensor's value is read into Python", (
-        "keep it a tensor (no int(), .tolist()), or compute it before the call and pass it in as a number"
+        "write x.item() in the place of int(x), of a whole number that decides no size; or keep it a tensor (no "
+        ".tolist()), or compute it before the call and pass it in as a number"
     )
 
 

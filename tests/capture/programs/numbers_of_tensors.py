@@ -166,11 +166,39 @@ class AsksForNaN(Two):
         return self.b(h) / norm
 
 
-@program(batch=signed, refused="torch.where")
+@program(batch=signed, ranks=True)
 class ChoosesByANumber(Two):
+    """As by the tensor itself (see ``ways``)."""
+
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        return self.b(h) if h.norm().item() > 3 else self.b(h) * 2  # refused
+        return self.b(h) if h.norm().item() > 3 else self.b(h) * 2
+
+
+@program(batch=signed, ranks=True)
+class AsksForACount(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ready", torch.tensor(1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, bool]:
+        h = self.a(x)
+        count, least = (h > 0).sum().item(), h.min().item()
+        if not self.ready.item() or count == 0:
+            return h.sum(), least < 0
+        if 2 * count > h.shape[0] * 8 - least:
+            h = h / count
+        return self.b(h).square().mean() * max(least, 0.1), least < 0
+
+
+@program(batch=signed, ranks=True)
+class HalvesUntilItIsSmall(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h, times = self.a(x), 0
+        most = h.abs().max().item()
+        while most > 0.5 and times < 2:
+            h, most, times = h * 0.5, most * 0.5, times + 1
+        return self.b(h) * most
 
 
 @program(batch=signed)

@@ -242,6 +242,20 @@ class AsksWhetherAnyAreSelected(Tagger):
         return out + (rows.mean() if rows.numel() else 0.0)
 
 
+@program(batch=tagged, ranks=True)
+class CountsThemByLen(Tagger):
+    """As losses over pairs and reducers of such losses do."""
+
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        scores = self.head(h).view(-1, 4).amax(-1)
+        places = torch.nonzero(labels.view(-1) > -1).squeeze(1)
+        large = scores[scores > 0]
+        mean = large.sum() / len(large) if len(large) >= 1 else scores.sum() * 0
+        if len(places) == 0:
+            return mean
+        return mean + scores[places].square().sum() / max(len(places), 1)
+
+
 @program(batch=tagged)
 class NamesASize(Tagger):
     """The text of a size is that of its number."""

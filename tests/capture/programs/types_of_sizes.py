@@ -78,3 +78,15 @@ class DropsItsRow(Two):
 class DropsAllThatIsOne(Two):
     def forward(self, x: Tensor) -> Tensor:
         return torch.squeeze(self.b(self.a(x))[:, None]).sum(0)
+
+
+@program(batch=lengths, ranks=True)
+class CountsByLen(Two):
+    """``len()`` of a tensor is the size of its first dim, and as open as that."""
+
+    def forward(self, x: Tensor, times: int, scale: float) -> Tensor:
+        h = self.b(self.a(x))
+        rows = h.transpose(0, 1)
+        places = torch.arange(len(rows))
+        assert isinstance(len(rows), int) and len([*h.shape]) == 3 and f"{len(rows)}".isdigit()
+        return (rows * places[:, None, None]).reshape(len(rows) * len(h), -1) / len(rows) * len("abc")
