@@ -43,6 +43,7 @@ from autoparallel.capture.python.globals_read import (
     read_of_loss,
     without_model,
 )
+from autoparallel.capture.python.journals import JournalReadError
 from autoparallel.capture.refusals.failures import explain_failure, is_raised_by_model, place_of
 from autoparallel.capture.refusals.refusals import (
     INSTEAD_OF_WAYS,
@@ -57,7 +58,7 @@ from autoparallel.capture.tracing.tracing import everything_seen
 from autoparallel.capture.training import Training
 from autoparallel.capture.user_warnings import only_the_users
 from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec
-from autoparallel.graph.carried_attributes import without_attributes
+from autoparallel.graph.carried_attributes import ChangesAttributesError, without_attributes
 from autoparallel.graph.drawn_numbers import TORCH
 from autoparallel.graph.hooks import HookTemplate, require_full_hooks
 from autoparallel.graph.layers import find_runs, is_checkpointed, layer_of
@@ -331,13 +332,21 @@ class Attempt:
         return captured
 
     def _capture_with_journals(self) -> Captured:
-        """Captures the model once more for each list or dict of which a run shows that a call adds to it."""
+        """Captures the model once more for each list or dict of which a run shows that a call adds to it, and for each
+        of those that it reads, too."""
+        reads: dict[str, JournalReadError] = {}
         while True:
             try:
                 return self._capture()
             except ContainerChangedError as error:
+                if error.label in reads:  # it cannot be given to a call
+                    raise reads[error.label] from None
                 self.copies.journals.add(error.label)
-                self.rehearsals.clear()
+            except JournalReadError as error:
+                reads[error.label] = error
+                self.copies.journals.discard(error.label)
+                self.copies.read.add(error.label)
+            self.rehearsals.clear()
 
     def _rehearse(self, whole: Training) -> tuple[list[Stack], Exception | None]:
         """Runs the whole model, without a trace, to see what it reads of Python: the stacks of layers that need not be
@@ -366,6 +375,15 @@ class Attempt:
         except Exception:  # noqa: BLE001 - then it is left to the next call
             return None
 
+    def _with_lines(self, error: ChangesAttributesError) -> ChangesAttributesError:
+        """The error with the lines that change entries of containers, for each of which a copy runs again."""
+        lines = dict(error.lines)
+        for refused in {id(x): x for x in error.unseen.values()}.values():
+            line = _line_of(refused, self.copies.make(), self._make_reads(), self.run)
+            lines |= {label: line for label, other in error.unseen.items() if other is refused}
+        text = str(error).replace("an unknown line", lines[next(iter(lines))], 1)
+        return ChangesAttributesError(text, {label: (x, lines[label]) for label, x in error.values.items()})
+
     def _capture(self) -> Captured:
         reads = self._reads
         with self.mode:
@@ -376,6 +394,8 @@ class Attempt:
                 raise
             except StateChangedError as error:
                 raise _with_line(error, self.copies.make(), self._make_reads(), self.run) from None
+            except ChangesAttributesError as error:
+                raise self._with_lines(error) from None
             written = whole.recorder.written
             if any(value.fills for value in written.values()) and not failed and not self.may_read:
                 self._of_next = self._read_of_next(written)
@@ -414,12 +434,15 @@ def _with_line(
     error: StateChangedError, wrapper: Training, reads: GlobalsRead, run: Callable[[Any], Any]
 ) -> CaptureError:
     """What a run changes that no trace can show, with the line that does, for which a copy runs again."""
+    return error.at(_line_of(error, wrapper, reads, run))
 
+
+def _line_of(error: StateChangedError, wrapper: Training, reads: GlobalsRead, run: Callable[[Any], Any]) -> str:
     def again() -> None:
         with reads:
             run(wrapper)
 
-    return error.at(first_line(again, lambda: error.has_changed(wrapper.recorder, reads)))
+    return first_line(again, lambda: error.has_changed(wrapper.recorder, reads))
 
 
 def _export(wrapper: Training, inputs: FakeInputs, trace: Trace) -> Way:

@@ -19,7 +19,7 @@ from autoparallel.capture.attempt import Attempt, CaptureSettings
 from autoparallel.capture.fake_inputs import scale_of, traced_shape
 from autoparallel.graph.calls import closed, fits, without_numbers
 from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec
-from autoparallel.graph.carried_attributes import CARRIED, ChangesAttributesError, attributes_in
+from autoparallel.graph.carried_attributes import CARRIED, ChangesAttributesError, attributes_in, is_changed
 from autoparallel.graph.drawn_numbers import DRAWS, DrawsNumbersError
 from autoparallel.graph.garbage import MANY, collected_rarely, count_as_old
 from autoparallel.passes.follow_batch import follow_results, weight_of_rows
@@ -113,7 +113,7 @@ def _pinned_numbers(captured: Captured, specs: Sequence[InputSpec | Any], in_spe
     return {
         label: line
         for label, spec in numbers.items()
-        if spec.open and label in captured.attributes and not _is_open(captured, names[label])
+        if spec.open and is_changed(label, captured.attributes) and not _is_open(captured, names[label])
     }
 
 

@@ -54,6 +54,7 @@ class Copies:
         recorders: of all copies.
         closures: of the model's functions, as the last copy has them.
         journals: the labels of lists and dicts that a run has changed: it may only add to them.
+        read: the labels of those that it has read as well.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Copies:
         self._training, self._precision, self._device = training, precision, device
         self.recorders: list[Recorder] = []
         self.journals: set[str] = set()
+        self.read: set[str] = set()
         self.owners = _owners_of(model)
         registered = (*_torch.tensors.parameters_of(model), *model.buffers())
         self.fakes: dict[int, Any] = {id(t): self._fake(t) for t in registered}
@@ -121,7 +123,7 @@ class Copies:
             make_no_caches(plain)
         loss = copy.deepcopy(loss_fn, table) if isinstance(loss_fn, nn.Module) else loss_fn
         pair = (loss_fn, loss) if isinstance(loss_fn, nn.Module) and isinstance(loss, nn.Module) else None
-        recorder = Recorder(model, plain, table, self._trained, pair, self._constants, self.journals)
+        recorder = Recorder(model, plain, table, self._trained, pair, self._constants, self.journals, self.read)
         self.recorders.append(recorder)
         inputs = self._inputs
         wrapper = Training(plain, loss, self._precision, recorder, inputs.alike, inputs.numbers, inputs.twins)

@@ -150,7 +150,7 @@ class Training(nn.Module):
                 outputs = self._outputs(args, kwargs)
                 outputs = without_journals(outputs) if self.recorder.containers.has_journals else outputs
                 leaves, self.findings.spec = flatten_results(outputs)
-            written = self.recorder.take()
+            written = self.recorder.take(in_order=not self.findings.questions)
         if trace is not None:
             _require_unset(trace.attributes)
         _require_leaves(leaves)

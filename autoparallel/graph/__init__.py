@@ -10,7 +10,8 @@
   it has read of the inputs.
 - ``carried_attributes``: those that calls read and change, which are given to them.
 - ``drawn_numbers``: those that calls draw of Python's ``random``, which are given to them.
-- ``plain_tensors``: tensors that a model holds without having registered them.
+- ``plain_tensors``: tensors that a model holds without having registered them; ``labels`` tell of what it holds, and
+  where.
 - ``nesting``: nested values as leaves; ``caches``: those of generation among them; ``changed_arguments``: the dicts and
   lists that a call changes.
 - ``generators``: those of random numbers that are Python's and numpy's.

@@ -1,21 +1,27 @@
-"""Attributes that calls read and change, as a table for the longest input so far, or a count of the calls: a program is
-given them beside the arguments, and the call sets them to what it returns.
+"""Attributes that calls read and change, and entries of lists and dicts, as a table for the longest input so far, or a
+count of the calls: a program is given them beside the arguments, and the call sets them to what it returns.
 
 Before:
     model(x)                # if x.shape[1] > self.length: self.length, self.table = x.shape[1], make(x.shape[1])
 After:
     self.length, self.table = program(x, self.length, self.table)
+
+In what follows, an attribute is an entry (``stats['calls']``), too; ``graph.labels`` tells them apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from autoparallel.graph.captured import CaptureError, InputSpec
+from autoparallel.graph.changed_arguments import ENTRIES
+from autoparallel.graph.labels import is_entry, split_entry
+from autoparallel.graph.nesting import is_held
+from autoparallel.graph.python_state import is_plain
 
 CARRIED = "attributes that calls change"
 """The name of the argument that holds them."""
@@ -27,18 +33,35 @@ _LARGEST = 2**62
 """No tensor has a size that stands for a number much above."""
 
 
+class _Constant:
+    """A value that is no input of a graph: how the argument nests tells of it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+pytree.register_pytree_node(
+    _Constant,
+    lambda constant: ([], constant.value),
+    lambda _, value: _Constant(value),
+    flatten_with_keys_fn=lambda constant: ([], constant.value),
+)
+
+
 class ChangesAttributesError(CaptureError):
     """A call changes attributes that it reads, and that it is not given yet.
 
     Attributes:
         values: what it makes of them, by label.
         lines: at which it does.
+        unseen: what finds the line of an entry, which nobody has seen change (see ``capture.python.changes``).
     """
 
     def __init__(self, text: str, changes: Mapping[str, tuple[Any, str]]) -> None:
         RuntimeError.__init__(self, text)  # the ranks go on, so none of them is told of it
         self.values = {label: _form_of(value) for label, (value, _) in changes.items()}
         self.lines = {label: line for label, (_, line) in changes.items()}
+        self.unseen: Mapping[str, Any] = {}
 
 
 def _form_of(value: Any) -> Any:
@@ -51,14 +74,14 @@ def _form_of(value: Any) -> Any:
 
 
 def may_be_carried(value: Any) -> bool:
-    """Whether a call can be given a value: nothing, a bool, a number, which may be open, a string, or a tensor without
-    gradient."""
+    """Whether a call can be given a value: nothing, a bool, a number, which may be open, a string, an enum, a dtype, or
+    a tensor without gradient."""
     if isinstance(value, torch.Tensor):
         return not value.requires_grad
     return (
-        value is None
-        or isinstance(value, bool | str | float | torch.SymInt | torch.SymFloat)
-        or (type(value) is int and abs(value) < _LARGEST)
+        isinstance(value, torch.SymInt | torch.SymFloat)
+        or is_plain(value)
+        and not (type(value) is int and abs(value) >= _LARGEST)
     )
 
 
@@ -68,9 +91,26 @@ def as_argument(attributes: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor],
     A whole number comes as the sizes of a tensor without entries, the second one for what is below 0: a size is what a
     trace leaves open, and about which it may still be asked.
     """
-    numbers = {label: x for label, x in attributes.items() if type(x) is int}
-    sizes = {label: torch.empty((x + _LEAST, 0) if x >= 0 else (0, _LEAST - x)) for label, x in numbers.items()}
-    return sizes, {label: x for label, x in attributes.items() if label not in sizes}
+    named = {_name_of(label): _Constant(x) if is_held(x) else x for label, x in attributes.items()}
+    numbers = {name: x for name, x in named.items() if type(x) is int}
+    sizes = {name: torch.empty((x + _LEAST, 0) if x >= 0 else (0, _LEAST - x)) for name, x in numbers.items()}
+    return sizes, {name: x for name, x in named.items() if name not in sizes}
+
+
+def _name_of(label: str) -> str:
+    """The key of an attribute in the argument: torch writes it into a text of Python's, where it has both kinds of
+    quotes around it."""
+    return label.replace("'", "`")
+
+
+def label_of(name: str) -> str:
+    """The label of an attribute that has this key in the argument."""
+    return name.replace("`", "'")
+
+
+def _by_label(values: Mapping[str, Any]) -> dict[str, Any]:
+    constants = {name: value.value for name, value in values.items() if isinstance(value, _Constant)}
+    return {label_of(name): value for name, value in {**values, **constants}.items()}
 
 
 def describe_attributes(argument: tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]) -> list[InputSpec | Any]:
@@ -79,6 +119,7 @@ def describe_attributes(argument: tuple[Mapping[str, torch.Tensor], Mapping[str,
         InputSpec(tuple(x.shape), x.dtype, False, 0, is_number=is_number) if isinstance(x, torch.Tensor) else x
         for values, is_number in zip(argument, (True, False), strict=True)
         for x in values.values()
+        if not isinstance(x, _Constant)
     ]
 
 
@@ -86,12 +127,22 @@ def without_attributes(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     """The keyword arguments of a call, and the attributes that stand behind them, by label."""
     arguments = dict(kwargs)
     numbers, others = arguments.pop(CARRIED, ({}, {}))
-    return arguments, {label: number_of(x.shape) for label, x in numbers.items()} | others
+    return arguments, _by_label({name: number_of(x.shape) for name, x in numbers.items()} | others)
+
+
+def is_changed(label: str, names: Container[str]) -> bool:
+    """Whether a call changes an attribute.
+
+    Args:
+        names: of what it sets.
+    """
+    return label in names or is_entry(label) and f"{split_entry(label)[0]}{ENTRIES}" in names
 
 
 def attributes_in(leaves: Sequence[Any], in_spec: pytree.TreeSpec) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """What of something that there is for each input is for attributes, by label: whole numbers, and all others."""
-    return pytree.tree_unflatten(leaves, in_spec)[1].get(CARRIED, ({}, {}))
+    numbers, others = pytree.tree_unflatten(leaves, in_spec)[1].get(CARRIED, ({}, {}))
+    return _by_label(numbers), _by_label(others)
 
 
 def number_of(shape: Sequence[int]) -> int:

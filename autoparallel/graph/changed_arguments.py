@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoparallel.graph.captured import CaptureError
-from autoparallel.graph.python_state import is_plain
+from autoparallel.graph.python_state import is_plain, is_same
 
 ARGUMENTS = "entries of its arguments"
 """The name under which a trace keeps the changes, beside the attributes that a call sets."""
@@ -23,7 +23,8 @@ ENTRIES = "[:]"
 Container = dict[Any, Any] | list[Any]
 
 Entries = tuple[list[Any] | None, Container]
-"""The keys that are gone (of a list how many entries are left), or None for all of them; and what is new."""
+"""The keys that are gone (of a list how many entries are left), or None for all of them; and what is new, of a list by
+its place where it takes the place of another."""
 
 
 @dataclass(frozen=True)
@@ -100,4 +101,21 @@ def change_entries(container: Any, gone: list[Any] | None, new: Container) -> No
             del container[key]
     elif gone:
         del container[gone[0] :]
-    (container.update if isinstance(container, dict) else container.extend)(new)
+    if isinstance(new, dict):
+        for key, entry in new.items():  # a Counter's update() adds
+            container[key] = entry
+    else:
+        (container.update if isinstance(container, set) else container.extend)(new)
+
+
+def entries_changed(before: Any, now: Any) -> Entries:
+    """What has changed in a container of the same type: what is new by its keys, in a sequence by its places, where
+    nothing else has moved."""
+    if isinstance(now, dict):
+        new = {key: x for key, x in now.items() if key not in before or not is_same(before[key], x)}
+        left = [key for key in before if key in now]
+        is_in_order = list(now)[: len(left)] == left
+        return ([key for key in before if key not in now], new) if is_in_order else (None, dict(now))
+    if len(now) != len(before):
+        return None, list(now)
+    return [], {i: x for i, (x, was) in enumerate(zip(now, before, strict=True)) if not is_same(was, x)}

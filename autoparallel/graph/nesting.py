@@ -47,15 +47,17 @@ class _Held:
 pytree.register_pytree_node(_Held, lambda held: ([], held.value), lambda _, value: value)
 
 _OF_GRAPHS = (type(None), bool, int, float, str)
-"""The types of the constants that a graph of torch's returns."""
+"""The types of the constants that a graph of torch's is given and returns."""
+
+
+def is_held(value: Any) -> bool:
+    """Whether a value is a constant that no graph of torch's is given or returns: a dtype, a device, an enum."""
+    return is_plain(value) and type(value) not in _OF_GRAPHS
 
 
 def flatten_results(values: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """The same for what a model returns and sets, without the constants that no graph returns (dtypes, devices, enums),
     which ``pytree.tree_unflatten`` puts back."""
-
-    def is_held(leaf: Any) -> bool:
-        return is_plain(leaf) and type(leaf) not in _OF_GRAPHS
 
     leaves, spec = flatten(values)
     if not any(map(is_held, leaves)):

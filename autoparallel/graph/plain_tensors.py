@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoparallel import _torch
+from autoparallel.graph.labels import is_entry, step_from, steps_of
 from autoparallel.graph.python_state import MISSING, is_data
 
 LOSS = "the loss function"
@@ -184,15 +185,6 @@ def place_of(holder: Any, attribute: str) -> tuple[Any, Any]:
     return (getattr(holder, entry[1]), ast.literal_eval(entry[2])) if entry else (holder, attribute)
 
 
-def set_at(holder: Any, attribute: str, value: Any) -> None:
-    """Sets an attribute, or an entry of a dict that is one."""
-    place, key = place_of(holder, attribute)
-    if place is holder:
-        setattr(holder, attribute, value)
-    else:
-        place[key] = value
-
-
 def make_buffer(model: nn.Module, name: str) -> None:
     """Makes a plain attribute of a copy a buffer, so that a trace takes it as an input; an entry of a dict, which stays
     there, becomes one as well."""
@@ -219,16 +211,18 @@ def holder_of(model: nn.Module, path: str, loss_fn: Any = None) -> Any:
     holder, _, rest = path.partition(".")
     root: Any
     root, path = (loss_fn, rest) if holder == LOSS else (model, path)
-    for entry, name in _STEP.findall(path):
-        root = root[ast.literal_eval(entry)] if entry else getattr(root, name)
+    for is_to_entry, key in steps_of(path):
+        root = step_from(root, is_to_entry, key)
     return root
 
 
-_STEP = re.compile(r"\[(\d+|'[^']*')\]|([^.\[]+)")
-
-
 def attribute_at(model: nn.Module, label: str, loss_fn: Any = None) -> Any:
-    """What an attribute of such a holder is now; ``MISSING`` where it is gone."""
+    """What an attribute of such a holder, or an entry of one, is now; ``MISSING`` where it is gone."""
+    if is_entry(label):
+        try:
+            return holder_of(model, label, loss_fn)
+        except (AttributeError, LookupError, TypeError):  # or something else holds it
+            return MISSING
     path, _, name = label.rpartition(".")
     try:
         return getattr(holder_of(model, path, loss_fn), name, MISSING)

@@ -72,6 +72,11 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
+def is_same(before: Any, now: Any) -> bool:
+    """Whether a value is the same object, or a plain one that is equal."""
+    return before is now or type(before) is type(now) and is_plain(now) and freeze(before) == freeze(now)
+
+
 def _cannot_change(value: Any) -> bool:
     """Whether nothing in a value can change in place, as in sizes."""
     return is_plain(value) or type(value) is tuple and all(map(_cannot_change, value))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from autoparallel.capture.python.containers import is_same, leaves_of
+from autoparallel._torch.tensors import storage_mark
+from autoparallel.capture.python.containers import leaves_of
 from autoparallel.capture.python.watched import may_leave
 from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.plain_tensors import has_place
-from autoparallel.graph.python_state import MISSING, is_plain
+from autoparallel.graph.python_state import MISSING, is_data, is_plain, is_same
 
 IN_THE_MODEL = "keep what changes in the model, as a registered buffer"
 """What to change in a loss function."""
@@ -97,9 +98,35 @@ def advice_on(value: Any) -> str:
         return "register it as a buffer (self.register_buffer(name, tensor)) and update it, or return it and pass it in"
     if isinstance(value, bool):
         return "set it outside of forward (by a call of the plain model before compile(), if only a first call does)"
+    if is_data(value):
+        return "set its attributes instead (self.state.step += 1), or keep a NamedTuple of numbers in its place"
+    if isinstance(value, list | tuple):
+        return "keep the last few in a deque(maxlen=8), return what is collected, or set it outside of forward"
     is_number = isinstance(value, int | float | torch.SymInt)
     in_buffer = "keep it in a registered buffer (self.n += 1 works on a tensor), " if is_number else ""
     return f"{in_buffer}set it outside of forward, or pass it in"
+
+
+def rebound(leaves: Sequence[Any], rebinds: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Any]:
+    """Gives buffers that a run has bound to other tensors the values of those; leaves of what it makes that lie in one
+    of these buffers are what that was (``old, self.p = self.p, new``), and get memory of their own.
+
+    Args:
+        rebinds: the buffers, and those tensors.
+    """
+    if not rebinds:  # a trace shows that gradients are switched off
+        return list(leaves)
+    changed = {storage_mark(before) for before, _ in rebinds}
+
+    def kept(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) and storage_mark(value) in changed else value
+
+    leaves = [kept(leaf) for leaf in leaves]
+    values = [(before, kept(now)) for before, now in rebinds]
+    with torch.no_grad():
+        for before, value in values:
+            before.copy_(value)
+    return leaves
 
 
 def require_may_leave(value: Any, label: str, line: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import is_
@@ -12,15 +12,11 @@ from typing import Any
 import numpy as np
 
 from autoparallel.graph.generators import GENERATORS
-from autoparallel.graph.python_state import MISSING, freeze, is_plain, slots_of
+from autoparallel.graph.labels import is_key, label_of_entry
+from autoparallel.graph.python_state import MISSING, freeze, is_plain, is_same, slots_of
 
 BY_VALUE = (np.ndarray, array, bytearray, *GENERATORS)
 """What holds numbers, or draws them."""
-
-
-def is_same(before: Any, now: Any) -> bool:
-    """Whether a value is the same object, or a plain one that is equal."""
-    return before is now or type(before) is type(now) and is_plain(now) and freeze(before) == freeze(now)
 
 
 def is_remade(before: Any, now: Any) -> bool:
@@ -108,12 +104,7 @@ def objects_held(held: Iterable[tuple[str, Any]], objects: Container[int]) -> It
             places.extend((f"{label}.{name}", x) for name, x in vars(value).items())
         else:
             entries = value.items() if isinstance(value, dict) else enumerate(value)
-            places.extend((f"{label}[{key!r}]", x) for key, x in entries if not is_plain(x) and _is_key(key))
-
-
-def _is_key(key: Any) -> bool:
-    """Whether an entry has a place of which its text tells."""
-    return isinstance(key, str) and not {"'", "\\"} & {*key} or type(key) is int
+            places.extend((label_of_entry(label, key), x) for key, x in entries if not is_plain(x) and is_key(key))
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
@@ -121,7 +112,7 @@ def leaves_of(value: Any) -> Iterator[Any]:
     if isinstance(value, list | tuple):
         for x in value:
             yield from leaves_of(x)
-    elif type(value) is dict:
+    elif type(value) in (dict, OrderedDict, defaultdict):
         for x in value.values():
             yield from leaves_of(x)
     else:

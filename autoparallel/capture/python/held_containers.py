@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -16,14 +17,17 @@ from autoparallel.capture.python.changes import (
     entries_set,
     require_may_leave,
 )
-from autoparallel.capture.python.containers import BY_VALUE, entries_of, flat, holds, holds_the_same, is_same, refill
+from autoparallel.capture.python.containers import BY_VALUE, entries_of, flat, holds, holds_the_same, refill
+from autoparallel.capture.python.given_entries import GivenEntries, changes_of
 from autoparallel.capture.python.journals import CURE, KINDS, Journal, changes, journal_of
+from autoparallel.capture.python.places import Place, places_of
 from autoparallel.capture.python.watched import Watched, is_bookkeeping
-from autoparallel.graph.captured import refusal, refused_draw
+from autoparallel.graph.captured import CaptureError, refusal, refused_draw
 from autoparallel.graph.changed_arguments import ENTRIES
 from autoparallel.graph.generators import GENERATORS
+from autoparallel.graph.labels import label_of_entry, split_entry
 from autoparallel.graph.plain_tensors import LOSS
-from autoparallel.graph.python_state import freeze, is_plain, slots_of
+from autoparallel.graph.python_state import freeze, is_plain, is_same, slots_of
 
 
 class HeldContainers:
@@ -33,39 +37,89 @@ class HeldContainers:
         held: all of them.
         watched: the objects that hold them.
         journals: the labels of those for which a journal stands from now on.
+        read: the labels of those that a call reads and changes, so that no journal may stand for them.
+
+    Attributes:
+        changes: the entries that the last run has changed and must be given, by label: what it makes of each, and the
+            refusal where it cannot be.
     """
 
-    def __init__(self, held: Iterable[Any], watched: Iterable[Watched], journals: Collection[str]) -> None:
-        self.held, self._watched = list(held), list(watched)
+    def __init__(
+        self, held: Iterable[Any], watched: Iterable[Watched], journals: Collection[str], read: Collection[str] = ()
+    ) -> None:
+        self.held, self._watched, self._read = list(held), list(watched), read
         self._entries: list[tuple[Any, Any]] = []
-        self._journals: list[tuple[Journal, list[tuple[Watched, str]]]] = []
-        places = [(w, name) for w in self._watched for name in vars(w.copy)] if journals else []
-        for container in {id(x): x for x in (vars(w.copy)[n] for w, n in places if w.label(n) in journals)}.values():
-            alike = [(w, name) for w, name in places if vars(w.copy)[name] is container]
-            first, name = alike[0]
-            journal = journal_of(container, first.label(name))
-            self._journals.append((journal, alike))
-            for holder, name in alike:
-                vars(holder.copy)[name] = journal
+        self._journals: list[tuple[Journal, list[Place]]] = []
+        self._inputs = GivenEntries()
+        self.changes: dict[str, tuple[Any, CaptureError]] = {}
+        for label in journals:
+            places = self.places
+            container = next((x for place, x in places if place.label == label), None)
+            if container is not None and not isinstance(container, Journal):
+                alike = [place for place, x in places if x is container and place.may_be_put]
+                journal = journal_of(container, label)
+                self._journals.append((journal, alike))
+                for place in alike:
+                    place.put(journal)
+                self.__dict__.pop("places", None)
+
+    @cached_property
+    def places(self) -> list[tuple[Place, Any]]:
+        """Where the copy has its containers."""
+        return list(places_of(self._watched))
 
     def begin(self) -> None:
         """Notes what they hold before a run."""
         self._entries = [(container, entries_of(container)) for container in self.held]
+
+    @contextmanager
+    def giving(self, entries: Mapping[str, Any]) -> Iterator[None]:
+        """Inside, containers hold the entries that a call is given, by label."""
+        try:
+            if entries:
+                self._inputs.give(entries, self.places)
+            yield
+        finally:
+            self._inputs.put_back()
+
+    def given_in(self, label: str) -> set[Any]:
+        """The keys of the entries that the run was given, of the container with a label."""
+        entries = [split_entry(entry) for _, entry in self._inputs.places]
+        return {key for container, key in entries if container == label}
+
+    def changed_given(self) -> str:
+        """The label of a tensor that the run was given as an entry, and has changed in place; empty for none."""
+        return self._inputs.changed_tensor()
 
     @property
     def has_journals(self) -> bool:
         """Whether journals stand for some."""
         return bool(self._journals)
 
-    def holder_of_journal(self, watched: Watched, name: str) -> tuple[Watched, str] | None:
-        """The first attribute through which a run has reached the journal that an attribute holds; None where that
-        holds none."""
-        of_all = (places for _, places in self._journals if any(w is watched and n == name for w, n in places))
-        return next(((w, n) for places in of_all for w, n in places if n in w.reads), None)
+    def leads_to_journal(self, watched: Watched, name: str) -> bool:
+        """Whether an attribute is a journal, or holds one."""
+        return any(x.watched is watched and x.name == name for _, places in self._journals for x in places)
+
+    def read_of(self, watched: Watched, name: str) -> tuple[list[str], list[str]]:
+        """What in an attribute is no part of a trace: the labels of entries that the run was given, and of journals."""
+        journals = [place for _, places in self._journals for place in places]
+        entries, containers = (
+            self._inputs.places,
+            [x for x in journals if x.watched is watched and x.name == name],
+        )
+        left_out = [label for place, label in entries if place.watched is watched and place.name == name]
+        return left_out, [place.label for place in containers]
+
+    def shared(self) -> Iterator[list[Place]]:
+        """The places, as far as they were read, of each container of which not all is part of a trace."""
+        for places in (*(places for _, places in self._journals), *self._inputs.alike()):
+            read = [place for place in places if place.is_read]
+            if len(read) > 1:
+                yield read
 
     def taken(self, noted: dict[str, Written]) -> dict[str, Any]:
-        """What a run has set in dicts, and added where journals stand, by the names under which a trace keeps that;
-        what they were is put back.
+        """What a run has set in dicts, added where journals stand, and made of entries that it was given, by the names
+        under which a trace keeps that; what they were is put back.
 
         Args:
             noted: the attributes that the run has set, to which the entries of dicts are added.
@@ -74,23 +128,52 @@ class HeldContainers:
             CaptureError: where it has changed one otherwise.
         """
         changed: dict[str, Any] = {}
+        self.changes.clear()
         for number, (container, before) in enumerate(self._entries):
             if self.is_changed(number):
                 entries = self._entries_set(container, before)
-                if not entries:
-                    raise self._refusal_of(number)
-                changed |= {label: x.value for label, x in entries.items()}
-                noted |= entries
+                if entries:
+                    changed |= {label: x.value for label, x in entries.items()}
+                    noted |= entries
+                else:
+                    changed |= self._changed_entries(number)
                 refill(container, before)
         for journal, places in self._journals:
             if change := journal.change():
-                watched, name = self.holder_of_journal(*places[0]) or places[0]
-                label, line, new = watched.label(name), "an unknown line", change[1]
+                label = next((place for place in places if place.is_read), places[0]).label
+                line, new = "an unknown line", change[1]
                 require_may_leave(new, label, line)
                 if isinstance(new, dict) and not all(map(is_plain, new)):
                     raise refusal(changes(label, dict), line, "take numbers and strings as keys")
+                if isinstance(journal, set) and not all(map(is_plain, new)):
+                    raise refusal(changes(label, set), line, "add numbers and strings")
                 changed[f"{label}{ENTRIES}"] = list(change)
         return changed
+
+    def _changed_entries(self, number: int) -> dict[str, Any]:
+        """What a run has changed in a container of which entries can be given to a call.
+
+        Raises:
+            CaptureError: where they cannot.
+        """
+        container, before = self._entries[number]
+        places = [place for place, x in self.places if x is container]
+        label = next((place for place in places if place.is_read), places[0]).label if places else ""
+        is_read = type(container) not in KINDS or self._inputs.has(container)
+        is_read |= any(place.label in self._read for place in places)
+        if not label or not is_read:
+            raise self._refusal_of(number)
+        in_buffers = type(container) is dict and isinstance(places[0].watched.copy, nn.Module) and not places[0].entry
+        change = changes_of(container, before, self._inputs.keys(container), in_buffers)
+        if change is None:
+            raise self._refusal_of(number)
+        (gone, new), to_give = change
+        if to_give:
+            refused = self._refusal_of(number)
+            self.changes |= {label_of_entry(label, key): (now, refused) for key, now in to_give.items()}
+        if gone == [] and isinstance(new, dict):
+            return {self._inputs.label_of(container, key) or label_of_entry(label, key): x for key, x in new.items()}
+        return {f"{label}{ENTRIES}": [gone, new]}
 
     def growing(self) -> ContainerChangedError | None:
         """The error of the first that a run has changed and for which a journal may stand."""
@@ -122,7 +205,8 @@ class HeldContainers:
         refused = StateChangedError.refusing(
             changes(what, type(container)), CURE, lambda r, _: r.containers.is_changed(number)
         )
-        label = self._label_of(container, itself=True) if type(container) in KINDS else ""
+        labels = (place.label for place, x in self.places if x is container and place.may_be_put)
+        label = next(labels, "") if type(container) in KINDS else ""
         return ContainerChangedError(refused, label) if label else refused
 
     def is_changed(self, number: int) -> bool:
@@ -138,15 +222,13 @@ class HeldContainers:
             container = {k: f for k, f in container.items() if k in entries or not _is_of_bookkeeping(f)}
         return len(container) != len(entries) or not all(map(is_same, flat(container), flat(entries)))
 
-    def _label_of(self, container: Any, itself: bool = False) -> str:
-        """The label of an attribute that is a container, or holds it; empty where there is none.
-
-        Args:
-            itself: whether it must be it.
-        """
+    def _label_of(self, container: Any) -> str:
+        """Where a container is, or else the label of an attribute that holds it; empty where there is none."""
+        if places := [place for place, x in self.places if x is container]:
+            return places[0].label
         for watched in self._watched:
             for name, value in vars(watched.copy).items():
-                may_hold = not itself and isinstance(value, list | tuple | dict) and not isinstance(value, Journal)
+                may_hold = isinstance(value, list | tuple | dict) and not isinstance(value, Journal)
                 if value is container or may_hold and holds(value, container):
                     return watched.label(name)
         return ""

@@ -1,4 +1,4 @@
-"""Lists and dicts of a model to which a call only adds: ``self.losses.append(loss)``, ``self.stats["norm"] = norm``.
+"""Lists, dicts and sets of a model to which a call only adds: ``self.losses.append(loss)``, ``self.stats["norm"] = x``.
 
 What they held before is no part of a trace then, and what is new leaves the program as the attributes do that a call
 sets.  In a copy of the model a journal stands for such a container, without its entries: to read one that the call has
@@ -12,15 +12,28 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from autoparallel.graph.captured import refusal
+from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.changed_arguments import Container, Entries
 from autoparallel.graph.lines import line_of_frame
 
 CURE = (
-    "return what is collected as an output, or keep it in a registered buffer; a count can be an attribute of its own "
-    "(self.calls += 1), a table for each length one attribute, for the longest so far (self.table = ...)"
+    "return what is collected as an output, or keep it in a registered buffer; numbers and detached tensors can be "
+    "attributes of their own (self.calls += 1), entries of a plain dict (self.stats['calls'] += 1), or the last few in "
+    "a deque(maxlen=8); a table for each length can be one attribute, for the longest so far (self.table = ...)"
 )
 """What to do instead of changing a container and reading it."""
+
+
+class JournalReadError(CaptureError):
+    """A call reads what a container held to which it adds.
+
+    Attributes:
+        label: where the model has it.
+    """
+
+    def __init__(self, text: str, label: str) -> None:
+        super().__init__(text)
+        self.label = label
 
 
 class EarlierEntry:
@@ -78,7 +91,7 @@ class Journal:
         """Refuses a read of what was there before, unless something holds."""
         if not holds:
             what = f"{changes(self.label, self.kind)} and reads what it held before,"
-            raise refusal(what, line_of_frame(sys._getframe(2)), CURE)
+            raise JournalReadError(str(refusal(what, line_of_frame(sys._getframe(2)), CURE)), self.label)
 
     def clear(self: Any) -> None:
         super().clear()  # type: ignore[misc]
@@ -160,7 +173,23 @@ def _reads_key(name: str) -> Callable[..., Any]:
 for _name in ("__getitem__", "__contains__", "__delitem__", "get", "pop", "setdefault"):
     setattr(_Dict, _name, _reads_key(_name))
 
-KINDS: Mapping[type, type[Journal]] = {list: _List, deque: _Deque, dict: _Dict}
+
+@_reads_all(
+    set,
+    (
+        "__iter__", "__len__", "__contains__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__or__",
+        "__and__", "__sub__", "__xor__", "__ror__", "__rand__", "__rsub__", "__rxor__", "__iand__", "__isub__",
+        "__ixor__", "__repr__", "copy", "pop", "remove", "discard", "union", "intersection", "difference",
+        "symmetric_difference", "intersection_update", "difference_update", "symmetric_difference_update", "isdisjoint",
+        "issubset", "issuperset",
+    ),
+)  # fmt: skip
+class _Set(Journal, set[Any]):
+    def added(self) -> Container:
+        return sorted(set.__iter__(self), key=repr)  # alike on all ranks
+
+
+KINDS: Mapping[type, type[Journal]] = {list: _List, deque: _Deque, dict: _Dict, set: _Set}
 """The kinds of containers for which a journal may stand."""
 
 

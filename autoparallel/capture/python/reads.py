@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from autoparallel.capture.python.places import Place, masked
 from autoparallel.capture.python.watched import Watched
 from autoparallel.graph.python_state import MISSING, PythonState, slots_of
 
 
-def note_read(state: PythonState, watched: Watched, name: str) -> None:
-    """Notes an attribute that a run has read of an object before it was written."""
+def note_read(
+    state: PythonState, watched: Watched, name: str, left_out: Collection[str] = (), journals: Collection[str] = ()
+) -> None:
+    """Notes an attribute that a run has read of an object before it was written.
+
+    Args:
+        left_out, journals: what in it is no part of the trace (see ``places.masked``).
+    """
     owner, label = watched.original, watched.label(name)
     table = vars(owner)
+    if left_out or journals:
+        in_buffers = type(table[name]) is dict and isinstance(owner, nn.Module)
+        read = _entries_reader(watched, name) if in_buffers else partial(table.get, name)
+        state.watch(label, lambda: masked(read(), label, left_out, journals), (id(table), name))
+        return
     if isinstance(owner, nn.Module) and name not in table:
         if name in table["_buffers"]:
             state.watch(label, _tensor_reader(table["_buffers"], name), (id(table), name))
@@ -40,16 +52,16 @@ def note_read(state: PythonState, watched: Watched, name: str) -> None:
             note_read_of_class(state, type(owner), name)
 
 
-def note_journal(state: PythonState, watched: Watched, name: str, holder: Watched, name_there: str) -> None:
-    """Notes of a container to which a call adds of what type it is, and that another attribute holds it, too; nothing
-    of what is in it."""
-    table, there = vars(watched.original), vars(holder.original)
+def note_shared(state: PythonState, places: Sequence[Place]) -> None:
+    """Notes that one container stands in several places."""
+    first, *others = places
+    for place in others:
+        holder = vars(place.watched.original)
+        state.watch(place.label, partial(_are_one, first, place), (id(holder), place.name, place.entry, "shared"))
 
-    def read() -> tuple[type, bool]:
-        container = table.get(name, MISSING)
-        return type(container), container is there.get(name_there, MISSING)
 
-    state.watch(watched.label(name), read, (id(table), name))
+def _are_one(first: Place, other: Place) -> bool:
+    return first.of_original() is other.of_original()
 
 
 def note_read_of_class(state: PythonState, cls: type, name: str) -> None:

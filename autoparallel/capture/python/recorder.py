@@ -18,31 +18,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoparallel._torch.tensors import storage_mark
 from autoparallel.capture.python.changes import (
     IN_THE_MODEL,
     StateChangedError,
     Written,
     advice_on,
     is_first_value,
+    rebound,
     require_may_leave,
 )
 from autoparallel.capture.python.containers import (
     BY_VALUE,
     holds_the_same,
     is_remade,
-    is_same,
     objects_held,
     refill,
 )
+from autoparallel.capture.python.given_entries import changes_of_remade
 from autoparallel.capture.python.held_containers import HeldContainers
 from autoparallel.capture.python.journals import Journal
 from autoparallel.capture.python.observed_classes import observe, release, written_to
-from autoparallel.capture.python.reads import note_journal, note_read, note_read_of_class
+from autoparallel.capture.python.reads import note_read, note_read_of_class, note_shared
 from autoparallel.capture.python.watched import INTERNAL, TABLES, Watched, is_bookkeeping
 from autoparallel.graph.captured import CaptureError, refusal, refused_draw
 from autoparallel.graph.carried_attributes import ChangesAttributesError, may_be_carried
+from autoparallel.graph.changed_arguments import ENTRIES
 from autoparallel.graph.generators import GENERATORS, set_state, state_of
+from autoparallel.graph.labels import is_entry, label_of_entry, split_entry
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.plain_tensors import LOSS, holder_of
 from autoparallel.graph.python_state import (
@@ -51,6 +53,7 @@ from autoparallel.graph.python_state import (
     PythonState,
     freeze,
     is_data,
+    is_same,
     shown,
     slots_of,
 )
@@ -66,6 +69,7 @@ class Recorder:
         loss: the user's loss function and its copy, where it is a module.
         constants: the copy's tensors that are no attributes of modules, by where they are.
         journals: the labels of lists and dicts to which a call only adds (see ``journals``).
+        read: the labels of those that it reads and changes (see ``given_entries``).
 
     Attributes:
         containers: the lists, dicts, sets and others that the copy holds.
@@ -83,6 +87,7 @@ class Recorder:
         loss: tuple[nn.Module, nn.Module] | None,
         constants: Mapping[str, torch.Tensor],
         journals: Collection[str] = (),
+        read: Collection[str] = (),
     ) -> None:
         self._model, self._loss, self._memo = model, None if loss is None else loss[0], memo
         self._trained = trained
@@ -119,7 +124,7 @@ class Recorder:
         tables |= {id(vars(m)[kind]) for m in modules for kind in ("_buffers", "_parameters")}
         containers = [x for x in originals if isinstance(x, (list, dict, set, deque, *BY_VALUE)) or slots_of(x)]
         held = [memo[id(x)] for x in containers if id(x) not in tables and memo.get(id(x), x) is not x]
-        self.containers = HeldContainers(held, filter(self._is_reached, self._watched.values()), journals)
+        self.containers = HeldContainers(held, filter(self._is_reached, self._watched.values()), journals, read)
 
     def _watch(self, path: str, original: Any, copied: Any) -> None:
         watched = Watched(path, original, copied)
@@ -153,12 +158,14 @@ class Recorder:
     def carrying(self, attributes: Mapping[str, Any]) -> Iterator[None]:
         """Inside, the copy has the attributes that a call is given, by label."""
         holders = {watched.path: watched for watched in self._watched.values()} if attributes else {}
+        entries = {label: value for label, value in attributes.items() if is_entry(label)}
         try:
             for label, value in attributes.items():
                 path, _, name = label.rpartition(".")
-                if path in holders:  # a call without a target has no loss function
+                if label not in entries and path in holders:  # a call without a target has no loss function
                     holders[path].carry(name, value)
-            yield
+            with self.containers.giving(entries):
+                yield
         finally:
             for watched in holders.values():
                 watched.put_back()
@@ -212,7 +219,7 @@ class Recorder:
         label, value = watched.label(name), vars(watched.original).get(name)
         if self._refusal:
             return
-        if label in self._trained and not self.containers.holder_of_journal(watched, name):
+        if label in self._trained and not self.containers.leads_to_journal(watched, name):
             self._refusal = refusal(
                 f"{self._trained[label]} is a parameter or trained, but it is not among the model's parameters; it is "
                 "read",
@@ -244,8 +251,12 @@ class Recorder:
 
     # -- when it has run --------------------------------------------------------------------------------------------
 
-    def take(self) -> dict[str, Any]:
+    def take(self, in_order: bool = True) -> dict[str, Any]:
         """The attributes that the run has written, by label, with their values; what they were is put back.
+
+        Args:
+            in_order: whether new ones stand in the order in which they were set, not in that of their labels, which is
+                the same on all ways that the call may go.
 
         Raises:
             CaptureError: where the run has changed what it reads, or what no program can carry.
@@ -287,14 +298,29 @@ class Recorder:
                 else:
                     self._take_unseen(watched, name, written)
         written |= self.containers.taken(self.written)
+        for label, (now, refused) in self.containers.changes.items():
+            self._changes[label] = now, "an unknown line", refused
         if self._changes:
             (_, _, refused), *_ = self._changes.values()
             changes = {label: (now, line) for label, (now, line, _) in self._changes.items()}
-            raise ChangesAttributesError(str(refused), changes)
+            error = ChangesAttributesError(str(refused), changes)
+            error.unseen = {label: refused for label, (_, refused) in self.containers.changes.items()}
+            raise error
         for watched in self._watched.values():
             watched.writes.clear()
+        if not in_order:
+            return dict(sorted(written.items(), reverse=True))
         back_to_front = dict(reversed(written.items()))
-        return dict(sorted(back_to_front.items(), key=_attribute_of))
+        return dict(sorted(back_to_front.items(), key=lambda entry: self._place_of(entry[0])))
+
+    def _place_of(self, label: str) -> tuple[str, bool, str]:
+        """Where something is set: new attributes of one object, and entries of one dict, stay in the order in which the
+        call has set them, but back to front, as ``describe`` reads what stands behind the outputs."""
+        if is_entry(label) and not label.endswith(ENTRIES):
+            return split_entry(label)[0], False, ""
+        path, _, name = label.rpartition(".")
+        is_new = label in self.written and name not in self.written[label].table
+        return path, is_new, "" if is_new else name
 
     def changed_class(self) -> str:
         """An attribute of a class that the run has set, which the class made for recording has got; empty for none."""
@@ -317,7 +343,8 @@ class Recorder:
 
     def changed_carried(self) -> str:
         """A tensor that the copy was given in the place of an attribute, and that the run has changed in place."""
-        return next(filter(None, (watched.changed_carried() for watched in self._watched.values())), "")
+        changed = (watched.changed_carried() for watched in self._watched.values())
+        return next(filter(None, changed), "") or self.containers.changed_given()
 
     def _take(self, watched: Watched, name: str, line: str, written: dict[str, Any]) -> None:
         table, label = vars(watched.copy), watched.label(name)
@@ -342,13 +369,14 @@ class Recorder:
             return
         if now is MISSING:
             raise refusal(f"a call deletes {label}", line, "do so outside of forward")
-        if name in watched.reads and not is_first_value(before, now):
-            changes = refusal(
-                f"a call changes what it reads: {label} is {shown(before)} before it and {shown(now)} after it,",
-                line,
-                advice_on(now),
-            )
-            self._note_change(watched, name, line, before, now, changes)
+        entries = changes_of_remade(watched.entries.get(name), now, self.containers.given_in(label))
+        if name in watched.reads and not is_first_value(before, now) and entries != {}:
+            what = f"a call changes what it reads: {label} is {shown(before)} before it and {shown(now)} after it,"
+            changes = refusal(what, line, advice_on(now))
+            if entries and self._is_reached(watched):
+                self._changes |= {label_of_entry(label, key): (x, line, changes) for key, x in entries.items()}
+            else:
+                self._note_change(watched, name, line, before, now, changes)
             self._put_back(watched, name, before)
             return
         if not self._is_reached(watched):
@@ -471,21 +499,8 @@ class Recorder:
         self._rebinds.append((before, now))
 
     def rebind(self, leaves: Sequence[Any]) -> list[Any]:
-        """Gives the buffers that the run has bound to other tensors the values of those; leaves of what it makes that
-        lie in one of these buffers are what that was (``old, self.p = self.p, new``), and get memory of their own."""
-        if not self._rebinds:  # a trace shows that gradients are switched off
-            return list(leaves)
-        changed = {storage_mark(before) for before, _ in self._rebinds}
-
-        def kept(value: Any) -> Any:
-            return value.clone() if isinstance(value, torch.Tensor) and storage_mark(value) in changed else value
-
-        leaves = [kept(leaf) for leaf in leaves]
-        values = [(before, kept(now)) for before, now in self._rebinds]
-        with torch.no_grad():
-            for before, value in values:
-                before.copy_(value)
-        return leaves
+        """Gives the buffers that the run has bound to other tensors the values of those; what it makes then."""
+        return rebound(leaves, self._rebinds)
 
     def _twin(self, value: Any) -> Any:
         """What the copy was made with in the place of a value of the original's."""
@@ -496,17 +511,9 @@ class Recorder:
         state = PythonState()
         for watched in self._watched.values():
             for name in sorted(watched.reads):
-                if holder := self.containers.holder_of_journal(watched, name):
-                    note_journal(state, watched, name, *holder)
-                else:
-                    note_read(state, watched, name)
+                note_read(state, watched, name, *self.containers.read_of(watched, name))
+        for places in self.containers.shared():
+            note_shared(state, places)
         for cls, name in sorted(self._class_reads, key=str):
             note_read_of_class(state, cls, name)
         return state
-
-
-def _attribute_of(entry: tuple[str, Any]) -> tuple[str, str]:
-    """Where something is set: entries of one dict stay in the order in which the call has set them, but back to front,
-    as ``describe`` reads what stands behind the outputs."""
-    path, _, attribute = entry[0].rpartition(".")
-    return path, attribute.partition("[")[0]

@@ -19,9 +19,10 @@ from autoparallel.graph.calls import Call, sizes_of, values_of
 from autoparallel.graph.captured import Captured, leaf_value
 from autoparallel.graph.changed_arguments import ARGUMENTS, ENTRIES, change_entries, make_changes
 from autoparallel.graph.drawn_numbers import move_on
+from autoparallel.graph.labels import is_entry, split_entry
 from autoparallel.graph.lines import place_of_error
 from autoparallel.graph.nesting import unflatten
-from autoparallel.graph.plain_tensors import attribute_at, holder_of, rebind, set_at, tensor_at
+from autoparallel.graph.plain_tensors import attribute_at, holder_of, rebind, tensor_at
 from autoparallel.operators import RandomState
 from autoparallel.runtime.calls.kinds import Kind, Kinds, ReadCall
 from autoparallel.runtime.gradients.accumulation import Weight, expected_count
@@ -135,12 +136,16 @@ def _set_attribute(captured: Captured, plain: nn.Module, loss_fn: Any, name: str
     if name.endswith(ENTRIES):
         change_entries(attribute_at(plain, name.removesuffix(ENTRIES), loss_fn), *value)
         return
+    if is_entry(name):
+        label, key = split_entry(name)
+        holder_of(plain, label, loss_fn)[key] = value
+        return
     path, _, attribute = name.rpartition(".")
     holder = holder_of(plain, path, loss_fn)
     if name in captured.registered and attribute not in holder._buffers:
         holder.register_buffer(attribute, value, captured.registered[name])
     else:
-        set_at(holder, attribute, value)
+        setattr(holder, attribute, value)
 
 
 def _require_same_shapes(captured: Captured, buffers: Sequence[torch.Tensor], results: Sequence[Any]) -> None:

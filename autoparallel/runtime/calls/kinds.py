@@ -40,6 +40,8 @@ from autoparallel.graph.carried_attributes import (
     as_argument,
     attributes_in,
     describe_attributes,
+    is_changed,
+    label_of,
     number_of,
 )
 from autoparallel.graph.drawn_numbers import DrawsNumbersError, drawn_ahead
@@ -360,7 +362,7 @@ class Kinds:
         _, others = attributes_in(call.specs, call.in_spec)
         for label, spec in others.items():
             value = spec.value if isinstance(spec, NumberSpec) and _fixes(captured, call) else spec
-            if not isinstance(value, float | str) or label not in captured.attributes:
+            if not isinstance(value, float | str) or not is_changed(label, captured.attributes):
                 continue
             values = self._fixed.setdefault(label, {})
             values.setdefault(value, next(reversed(captured.fixed), ""))
@@ -463,7 +465,7 @@ class Kinds:
 def _describe_input(path: Sequence[Any], spec: InputSpec | Any, layout: Layout | None) -> str:
     """One input of a call in words, with the name of an argument in a container, of a keyword, or of an attribute."""
     name = (
-        path[-1].key
+        label_of(path[-1].key)
         if pytree.MappingKey(CARRIED) in path
         else pytree.keystr(tuple(path[2 if path[0].idx == 0 else 1 :]))
     )

@@ -20,6 +20,7 @@ from autoparallel.graph.captured import InputSpec, describe_inputs
 from autoparallel.graph.carried_attributes import CARRIED, as_argument, describe_attributes, may_be_carried
 from autoparallel.graph.drawn_numbers import DRAWS, describe_draws
 from autoparallel.graph.hooks import hooks_of
+from autoparallel.graph.labels import is_entry
 from autoparallel.graph.nesting import flatten
 from autoparallel.graph.plain_tensors import attribute_at
 from autoparallel.graph.python_state import MISSING, is_plain
@@ -115,6 +116,8 @@ class CallReader:
         problem: str | None = None
         for label in self.kinds.carried:
             value = attribute_at(self.plain, label, self.kinds.maker.loss_fn)
+            if value is MISSING and is_entry(label):  # the loop has emptied the container
+                continue
             is_constant = is_plain(value) and not isinstance(value, int)
             if not (is_constant or may_be_carried(value)) or isinstance(value, DTensor):
                 form = "gone" if value is MISSING else f"a {type(value).__name__}"

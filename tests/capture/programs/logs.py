@@ -114,7 +114,7 @@ def a_list_is_emptied_and_filled(run: Run) -> None:
     _train(run, run.compile(Emptied().double()))
 
 
-@program(refused="as an output")
+@program()
 class LogsInOrder(Logging):
     """In a dict of another class."""
 
@@ -124,7 +124,7 @@ class LogsInOrder(Logging):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        self.norms["last"] = h.norm().item()  # refused
+        self.norms["last"] = h.norm().item()
         return self.b(h)
 
 
@@ -144,14 +144,3 @@ class StacksItsHistory(Logging):
         h = self.a(x)
         self.log.append(h.detach().mean())
         return self.b(h) + torch.stack(self.log).sum()  # refused
-
-
-@program(refused="as an output")
-class CountsByName(Logging):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stats["calls"] = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.stats["calls"] += 1  # refused
-        return self.b(self.a(x))

@@ -162,7 +162,7 @@ class IteratorAttribute(Two):
         return self.a(x) / next(self.numbers)  # refused
 
 
-@program(refused=".")
+@program()
 class RingBuffer(Two):
     """A deque of what was seen."""
 
@@ -172,18 +172,18 @@ class RingBuffer(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        self.recent.append(h.detach().mean(0))  # refused
-        return h - sum(self.recent) / len(self.recent)  # refused
+        self.recent.append(h.detach().mean(0))
+        return h - sum(self.recent) / len(self.recent)
 
 
-@program(refused=".")
+@program()
 class DictOfCounts(Two):
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[str, int] = collections.defaultdict(int)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen["calls"] += 1  # refused
+        self.seen["calls"] += 1
         return self.a(x) / self.seen["calls"]
 
 
