@@ -19,6 +19,7 @@ from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.calls import Call, sizes_of
 from autoparallel.graph.captured import Captured, CaptureError, InputSpec
+from autoparallel.graph.changed_arguments import shown_changes
 from autoparallel.graph.garbage import FEW, collected_rarely
 from autoparallel.passes.sort_calls import sort_calls
 from autoparallel.placements import Invariant, format_layout, parse_layout
@@ -276,7 +277,11 @@ class Compiler:
     def _plan(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:
         plan, first = self.request.plan, self.first
         if self.request.stages and captured.attributes:
-            raise PlanError(_attributes_in_pipeline(captured))
+            raise PlanError(
+                f"{_attributes_in_pipeline(captured)}\n"
+                "What to change: count calls in a registered buffer (self.calls += 1 works on a tensor), set the rest "
+                "outside of forward, or use a mesh without 'pp'."
+            )
         if not isinstance(plan, Plan) or at_rest is not None:
             settled = Settled(at_rest)
             if first is not None:
@@ -361,10 +366,7 @@ class Compiler:
 
 
 def _attributes_in_pipeline(captured: Captured) -> str:
-    return (
-        f"a call sets {', '.join(captured.attributes)}, which a pipeline does not carry from stage to stage: return "
-        "what is set as an output, or use a mesh without 'pp'"
-    )
+    return f"a call {shown_changes(captured.attributes)}, which a pipeline does not carry from stage to stage"
 
 
 def mesh_of(plan: Plan, model: nn.Module) -> DeviceMesh:

@@ -7,7 +7,7 @@ the user's own containers after the call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,19 @@ def make_changes(changes: Sequence[Any], args: Sequence[Any], kwargs: dict[str, 
         for key in path:
             container = container[key]
         change_entries(container, gone, new)
+
+
+def shown_changes(names: Collection[str]) -> str:
+    """What a call sets and changes beside its outputs, in words.
+
+    Args:
+        names: those under which a trace keeps it.
+    """
+    containers = [name.removesuffix(ENTRIES) for name in names if name.endswith(ENTRIES)]
+    others = [name for name in names if not name.endswith(ENTRIES)]
+    parts = [f"sets {', '.join(others)}"] * bool(others)
+    parts += [f"changes the entries of {', '.join(containers)}"] * bool(containers)
+    return " and ".join(parts)
 
 
 def change_entries(container: Any, gone: list[Any] | None, new: Container) -> None:

@@ -11,7 +11,13 @@ from torch.utils import _pytree as pytree
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, describe_inputs
-from autoparallel.graph.carried_attributes import CARRIED, ChangesAttributesError, as_argument, describe_attributes
+from autoparallel.graph.carried_attributes import (
+    CARRIED,
+    ChangesAttributesError,
+    as_argument,
+    attributes_in,
+    describe_attributes,
+)
 from autoparallel.graph.drawn_numbers import DRAWS, DrawsNumbersError, describe_draws, drawn_ahead, without_draws
 from autoparallel.graph.plain_tensors import attribute_at
 from autoparallel.operators import RandomState
@@ -93,9 +99,11 @@ def capture_given(planner: Planner, call: Call) -> tuple[Captured, Call]:
     try:
         return planner.capture(call), call
     except ChangesAttributesError as error:
-        if CARRIED in pytree.tree_unflatten(call.specs, call.in_spec)[1]:
+        numbers, others = attributes_in(call.specs, call.in_spec)
+        labels = {**numbers, **others, **error.values}
+        if len(labels) == len(numbers) + len(others):
             raise
-        argument = as_argument({x: attribute_at(planner.model, x, planner.request.loss_fn) for x in error.values})
+        argument = as_argument({x: attribute_at(planner.model, x, planner.request.loss_fn) for x in labels})
         larger = _add_argument(call, CARRIED, argument, describe_attributes(argument))
     except DrawsNumbersError as error:
         before = without_draws(pytree.tree_unflatten(call.specs, call.in_spec)[1])[1]

@@ -14,6 +14,7 @@ from autoparallel.decisions.decisions import Decisions
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.graph.changed_arguments import shown_changes
 from autoparallel.graph.fingerprint import fingerprint
 from autoparallel.graph.losses import explain_ambiguity
 from autoparallel.passes.chunk_loss import chunkable
@@ -159,7 +160,7 @@ def differing(captured: Captured, call: Call, count: int) -> str:
     if call.batch % count:
         return f"its {call.batch} rows do not divide by {count}"
     if captured.attributes:
-        return f"it sets {', '.join(captured.attributes)}"
+        return f"it {shown_changes(captured.attributes)}"
     if captured.mutated_buffers:
         return f"it would change the buffer {captured.mutated_buffers[0]} once in each microbatch"
     return captured.weight.mixes if captured.weight is not None else ""
@@ -168,7 +169,10 @@ def differing(captured: Captured, call: Call, count: int) -> str:
 def require_cuttable(captured: Captured, call: Call, count: int) -> None:
     """Raises PlanError where a call cannot run in so many microbatches with the numbers of the whole batch."""
     if problem := differing(captured, call, count):
-        raise PlanError(f"the batch cannot be cut into {count} microbatches with the same numbers: {problem}")
+        raise PlanError(
+            f"the batch cannot be cut into {count} microbatches with the same numbers: {problem}\n"
+            "What to change: leave microbatches out, or what hinders them (what a call sets can be set outside of it)."
+        )
 
 
 def require_chunkable(graph: fx.Graph, chunks: int) -> None:

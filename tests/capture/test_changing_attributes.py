@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -71,6 +72,29 @@ def test_a_counter_needs_a_trace_for_each_answer() -> None:
     assert kinds == 2 and wrong < 1e-9
 
 
+class CountingByName(nn.Module):
+    """The same with entries of dicts, and a log for each of two numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.stats = nn.Linear(8, 8, dtype=torch.float64), {"train": {"calls": 0}}
+        self.log: dict[str, list[Any]] = defaultdict(list)
+
+    def forward(self, x: Tensor) -> Tensor:
+        stats = self.stats["train"]
+        stats["calls"] += 1
+        h = self.linear(x)
+        self.log["mean"].append(h.detach().mean())
+        self.log["calls"].append(stats["calls"])
+        return h * (3.0 if stats["calls"] % 3 == 0 else 1.0) * stats["calls"]
+
+
+def test_entries_need_a_trace_for_each_answer() -> None:
+    """And one for the first call, which finds no lists."""
+    kinds, wrong = run_distributed(_kinds, CountingByName, (6,) * 20, world_size=1)[0]
+    assert kinds == 3 and wrong < 1e-9
+
+
 def _with_a_loss_that_counts() -> tuple[int, list[float]]:
     loss_fn, plain = Annealed(), nn.Linear(8, 8, dtype=torch.float64)
     model = autoparallel.compile(plain.to(DEVICE), loss_fn=loss_fn)
@@ -88,7 +112,7 @@ def test_a_loss_function_counts_where_it_runs() -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("make", [Counting, Growing])
+@pytest.mark.parametrize("make", [Counting, CountingByName, Growing])
 def test_compiled_by_inductor(make: Any) -> None:
     lengths = (6, 6, 10, 4) if make is Growing else (6,) * 4
     kinds, wrong = run_distributed(_kinds, make, lengths, backend="inductor", world_size=1)[0]
@@ -99,6 +123,12 @@ def test_a_plan_without_ranks_is_given_them() -> None:
     planner = Planner(Growing().double(), Request((("dp", 2),), profile_for("cpu")))
     captured, call = capture_given(planner, call_of((numbers(4, 12, 8, seed=0).cpu(),)))
     assert {*captured.attributes} == {"longest", "table"} and len(call.specs) == 3
+
+
+def test_a_plan_without_ranks_is_given_entries() -> None:
+    planner = Planner(CountingByName().double(), Request((("dp", 2),), profile_for("cpu")))
+    captured, call = capture_given(planner, call_of((numbers(4, 12, 8, seed=0).cpu(),)))
+    assert {*captured.attributes} == {"stats['train']['calls']", "log['mean']", "log['calls']"} and len(call.specs) == 2
 
 
 def test_a_plan_without_ranks_is_given_what_the_model_draws() -> None:

@@ -32,6 +32,7 @@ from autoparallel.capture.refusals.refusals import INSTEAD_OF_WAYS
 from autoparallel.capture.tracing.trace import Trace
 from autoparallel.capture.training import Findings
 from autoparallel.graph.captured import CaptureError, SizeGuard, refusal
+from autoparallel.graph.changed_arguments import shown_changes
 from autoparallel.graph.layers import draw_of
 from autoparallel.graph.lines import marks_of
 from autoparallel.operators.control_flow import IF_ELSE, control_operator, take_apart, what_of
@@ -112,7 +113,7 @@ def _require_same_python(first: Way, second: Way, refused: Callable[[str], Captu
         raise refused("one returns what nests otherwise")
     ours, theirs = first.findings.attributes, second.findings.attributes
     if changed := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
-        raise refused(f"one sets {changed[0]}")
+        raise refused(f"one {shown_changes(changed[:1])}")
     if changed := sorted(first.recorder.rebound ^ second.recorder.rebound):
         raise refused(f"one binds the buffer {changed[0]} anew: write into it, {changed[0]}.copy_(...)")
     if first.draws != second.draws or first.trace.counts != second.trace.counts:
