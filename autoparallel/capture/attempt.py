@@ -418,6 +418,8 @@ class Attempt:
                 raise FailsUntraced(
                     explain_failure(failed, whole.model, whole.findings.has_outputs), raised
                 ) from failed
+        for recorder in self.copies.recorders:
+            reads.require_others(recorder.changed())
         states = whole.recorder.state(), reads.state(), self.copies.closures.state(), self._attributes.state()
         for state in (*states, read_of_loss(self.settings.loss_fn)):
             captured.state.merge(state)

@@ -13,7 +13,7 @@ from autoparallel.capture.python.containers import leaves_of
 from autoparallel.capture.python.watched import may_leave
 from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.plain_tensors import has_place
-from autoparallel.graph.python_state import MISSING, is_data, is_plain, is_same
+from autoparallel.graph.python_state import MISSING, is_data, is_plain, is_same, shown
 
 IN_THE_MODEL = "keep what changes in the model, as a registered buffer"
 """What to change in a loss function."""
@@ -63,6 +63,36 @@ class ContainerChangedError(StateChangedError):
     def __init__(self, refused: StateChangedError, label: str) -> None:
         super().__init__(refused.at, refused.has_changed)
         self.label = label
+
+
+def refused_past_the_model(label: str, place: str, line: str) -> CaptureError:
+    """Why something that a call changes cannot be reached in two ways.
+
+    Args:
+        label: where the model has it.
+        place: where it is read otherwise.
+    """
+    what = f"a call changes {label}, and reads it as {place}, too, where a trace would find what it was before,"
+    return refusal(what, line, f"read it there through the model, which has it as {label}")
+
+
+def refused_buffer(label: str, before: Any, now: Any, line: str) -> CaptureError | None:
+    """The refusal of a buffer that is bound to something which cannot take its place; None where it can."""
+    if not isinstance(now, torch.Tensor) or not isinstance(before, torch.Tensor):
+        return refusal(
+            f"a call sets the buffer {label} from {shown(before)} to {shown(now)}",
+            line,
+            "register it in __init__, as a tensor of its final shape, and update its values; or call the plain model "
+            "once before compile(), if only a first call does",
+        )
+    if now.shape != before.shape or now.dtype != before.dtype:
+        return refusal(
+            f"a call replaces the buffer {label}, {tuple(before.shape)} {before.dtype}, by one of {tuple(now.shape)} "
+            f"{now.dtype},",
+            line,
+            "keep its shape and dtype; if it is a cache for one shape, call the model once before compile()",
+        )
+    return None
 
 
 def is_first_value(before: Any, now: Any) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from autoparallel.graph.generators import GENERATORS
 from autoparallel.graph.labels import is_key, label_of_entry
-from autoparallel.graph.python_state import MISSING, freeze, is_plain, is_same, slots_of
+from autoparallel.graph.python_state import MISSING, freeze, is_data, is_plain, is_same, slots_of
 
 BY_VALUE = (np.ndarray, array, bytearray, *GENERATORS)
 """What holds numbers, or draws them."""
@@ -105,6 +105,21 @@ def objects_held(held: Iterable[tuple[str, Any]], objects: Container[int]) -> It
         else:
             entries = value.items() if isinstance(value, dict) else enumerate(value)
             places.extend((label_of_entry(label, key), x) for key, x in entries if not is_plain(x) and is_key(key))
+
+
+def objects_in(value: Any) -> Iterator[Any]:
+    """A list or dict, and those in it, also as attributes of objects of the user's."""
+    left, visited = [value], set[int]()
+    while left:
+        value = left.pop()
+        if is_plain(value) or id(value) in visited:
+            continue
+        visited.add(id(value))
+        if isinstance(value, list | tuple | dict | set | deque):
+            yield value
+            left.extend(value.values() if isinstance(value, dict) else value)
+        elif is_data(value):
+            left.extend(vars(value).values())
 
 
 def leaves_of(value: Any) -> Iterator[Any]:

@@ -16,7 +16,7 @@ import threading
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
@@ -27,8 +27,9 @@ import numpy as np
 import torch
 
 from autoparallel import _torch
-from autoparallel.capture.python.changes import StateChangedError
+from autoparallel.capture.python.changes import StateChangedError, refused_past_the_model
 from autoparallel.capture.python.closures import contents_of
+from autoparallel.capture.python.containers import objects_in
 from autoparallel.capture.python.kinds_of_numbers import is_stand_in
 from autoparallel.capture.python.loads import Loads, loads_of
 from autoparallel.capture.python.roots import Cell, Root
@@ -184,6 +185,17 @@ class GlobalsRead:
     def has_changed(self, key: Hashable) -> bool:
         """Whether a global or cell is not what it was before."""
         return key in self._roots and self._roots[key].changed()
+
+    def require_others(self, changed: Mapping[Hashable, str]) -> None:
+        """Refuses to read past the model what a call changes in it: a copy changes its own.
+
+        Args:
+            changed: the labels of what it changes, by the id of a list or dict, or of an object and a name.
+        """
+        for root in self._roots.values() if changed else ():
+            places = (root.key, *map(id, objects_in(root.value)))
+            if label := next((changed[place] for place in places if place in changed), ""):
+                raise refused_past_the_model(label, root.label, root.line)
 
     def state(self) -> PythonState:
         """What was read."""
@@ -391,7 +403,7 @@ class GlobalsRead:
                 f"{line_of_frame(frame)}\nWhat to change: take the value outside of the model and pass it in."
             )
             return
-        self._roots[key] = Root(key, label, read, write, table, cell)
+        self._roots[key] = Root(key, label, read, write, table, cell, line_of_frame(frame))
 
 
 def read_of_loss(function: Any) -> PythonState:

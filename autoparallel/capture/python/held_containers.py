@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -34,7 +34,7 @@ class HeldContainers:
     """Those of one copy.
 
     Args:
-        held: all of them.
+        held: all of them, each behind that of the model.
         watched: the objects that hold them.
         journals: the labels of those for which a journal stands from now on.
         read: the labels of those that a call reads and changes, so that no journal may stand for them.
@@ -42,16 +42,23 @@ class HeldContainers:
     Attributes:
         changes: the entries that the last run has changed and must be given, by label: what it makes of each, and the
             refusal where it cannot be.
+        originals: the labels of the model's containers that the last run has changed in its copy, by their ids.
     """
 
     def __init__(
-        self, held: Iterable[Any], watched: Iterable[Watched], journals: Collection[str], read: Collection[str] = ()
+        self,
+        held: Sequence[tuple[Any, Any]],
+        watched: Iterable[Watched],
+        journals: Collection[str],
+        read: Collection[str] = (),
     ) -> None:
-        self.held, self._watched, self._read = list(held), list(watched), read
+        self._originals = {id(twin): original for original, twin in held}
+        self.held, self._watched, self._read = [twin for _, twin in held], list(watched), read
         self._entries: list[tuple[Any, Any]] = []
         self._journals: list[tuple[Journal, list[Place]]] = []
         self._inputs = GivenEntries()
         self.changes: dict[str, tuple[Any, CaptureError]] = {}
+        self.originals: dict[Hashable, str] = {}
         for label in journals:
             places = self.places
             container = next((x for place, x in places if place.label == label), None)
@@ -59,6 +66,7 @@ class HeldContainers:
                 alike = [place for place, x in places if x is container and place.may_be_put]
                 journal = journal_of(container, label)
                 self._journals.append((journal, alike))
+                self._originals[id(journal)] = self._originals.get(id(container))
                 for place in alike:
                     place.put(journal)
                 self.__dict__.pop("places", None)
@@ -129,6 +137,7 @@ class HeldContainers:
         """
         changed: dict[str, Any] = {}
         self.changes.clear()
+        self.originals.clear()
         for number, (container, before) in enumerate(self._entries):
             if self.is_changed(number):
                 entries = self._entries_set(container, before)
@@ -138,6 +147,7 @@ class HeldContainers:
                 else:
                     changed |= self._changed_entries(number)
                 refill(container, before)
+                self.originals[id(self._originals[id(container)])] = self._label_of(container)
         for journal, places in self._journals:
             if change := journal.change():
                 label = next((place for place in places if place.is_read), places[0]).label
@@ -148,6 +158,7 @@ class HeldContainers:
                 if isinstance(journal, set) and not all(map(is_plain, new)):
                     raise refusal(changes(label, set), line, "add numbers and strings")
                 changed[f"{label}{ENTRIES}"] = list(change)
+                self.originals[id(self._originals[id(journal)])] = label
         return changed
 
     def _changed_entries(self, number: int) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import BuiltinMethodType
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from autoparallel.capture.python.changes import (
     advice_on,
     is_first_value,
     rebound,
+    refused_buffer,
+    refused_past_the_model,
     require_may_leave,
 )
 from autoparallel.capture.python.containers import (
@@ -32,6 +35,7 @@ from autoparallel.capture.python.containers import (
     holds_the_same,
     is_remade,
     objects_held,
+    objects_in,
     refill,
 )
 from autoparallel.capture.python.given_entries import changes_of_remade
@@ -97,6 +101,8 @@ class Recorder:
         self._rebinds: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.registered: dict[str, bool] = {}
         self.written: dict[str, Written] = {}
+        self._set: dict[Hashable, str] = {}
+        self._past: dict[str, tuple[Any, str]] = {}  # lists and dicts that are read past the model, and where
         self._class_reads: set[tuple[type, str]] = set()
         self._changes: dict[str, tuple[Any, str, CaptureError]] = {}
         originals: list[Any] = memo.get(id(memo), [])
@@ -123,7 +129,7 @@ class Recorder:
         tables = {id(vars(w.original)) for w in self._watched.values()}
         tables |= {id(vars(m)[kind]) for m in modules for kind in ("_buffers", "_parameters")}
         containers = [x for x in originals if isinstance(x, (list, dict, set, deque, *BY_VALUE)) or slots_of(x)]
-        held = [memo[id(x)] for x in containers if id(x) not in tables and memo.get(id(x), x) is not x]
+        held = [(x, memo[id(x)]) for x in containers if id(x) not in tables and memo.get(id(x), x) is not x]
         self.containers = HeldContainers(held, filter(self._is_reached, self._watched.values()), journals, read)
 
     def _watch(self, path: str, original: Any, copied: Any) -> None:
@@ -213,6 +219,7 @@ class Recorder:
             self._generators.setdefault(f"{cls.__name__}.{name}", (value, state_of(value)))
         elif isinstance(value, list | dict | set | deque) and cls.__module__.partition(".")[0] not in LIBRARIES:
             self._shared.setdefault((cls, name), (value, value.copy()))
+            self._past[f"{cls.__name__}.{name}"] = value, line_of_frame(sys._getframe(1))
 
     def _look_at(self, watched: Watched, name: str) -> None:
         """Refuses what is read for the first time and cannot be in a program; later, not in the middle of a call."""
@@ -231,6 +238,8 @@ class Recorder:
             self._refusal = refused_draw(
                 f"{label}, a method of a {type(value.__self__).__name__},", line_of_frame(sys._getframe(3))
             )
+        elif isinstance(value, BuiltinMethodType):  # of a list, such as its append()
+            self._past[label] = value.__self__, line_of_frame(sys._getframe(3))
         elif isinstance(value, Iterator):
             self._refusal = refusal(
                 f"{label}, a {type(value).__name__}, has another value at every call; it is read",
@@ -281,7 +290,7 @@ class Recorder:
         if constant := self.changed_constant():
             raise StateChangedError.refusing(
                 f"a call changes the tensor {constant} in place,",
-                "register it as a buffer (self.register_buffer)",
+                "register it as a buffer (self.register_buffer), or replace it each time (x = x + ...)",
                 lambda recorder, _: bool(recorder.changed_constant()),
             )
         if label := self.changed_carried():
@@ -388,6 +397,7 @@ class Recorder:
         require_may_leave(now, label, line)
         written[label] = now
         self.written[label] = Written(vars(watched.original), name, now, name in watched.reads)
+        self._set[id(watched.original), name] = label
         self._put_back(watched, name, before)
 
     def _put_back(self, watched: Watched, name: str, before: Any) -> None:
@@ -416,6 +426,7 @@ class Recorder:
         require_may_leave(now, label, line)
         written[label] = now
         self.written[label] = Written(vars(watched.original), name, now, fills=False)
+        self._set[id(watched.original), name] = label
 
     def _take_unseen(self, watched: Watched, name: str, written: dict[str, Any]) -> None:
         """The same for what was written unseen: its line is looked for where it is refused."""
@@ -474,28 +485,13 @@ class Recorder:
             written[label] = now
             self.written[label] = Written(vars(watched.original), name, now, fills=False)
             return
-        if not isinstance(now, torch.Tensor) or not isinstance(before, torch.Tensor):
-            sets = refusal(
-                f"a call sets the buffer {label} from {shown(before)} to {shown(now)}",
-                line,
-                "register it in __init__, as a tensor of its final shape, and update its values; or call the plain "
-                "model once before compile(), if only a first call does",
-            )
-            self._note_change(watched, name, line, before, now, sets)
-            table[name] = before
-            return
-        if now.shape != before.shape or now.dtype != before.dtype:
-            replaces = refusal(
-                f"a call replaces the buffer {label}, {tuple(before.shape)} {before.dtype}, by one of "
-                f"{tuple(now.shape)} {now.dtype},",
-                line,
-                "keep its shape and dtype; if it is a cache for one shape, call the model once before compile()",
-            )
-            self._note_change(watched, name, line, before, now, replaces)
+        if refused := refused_buffer(label, before, now, line):
+            self._note_change(watched, name, line, before, now, refused)
             table[name] = before
             return
         table[name] = before
         self.rebound.add(label)
+        assert isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor)
         self._rebinds.append((before, now))
 
     def rebind(self, leaves: Sequence[Any]) -> list[Any]:
@@ -505,6 +501,15 @@ class Recorder:
     def _twin(self, value: Any) -> Any:
         """What the copy was made with in the place of a value of the original's."""
         return self._memo.get(id(value), value)
+
+    def changed(self) -> dict[Hashable, str]:
+        """The labels of what the runs have changed of the model's: of lists and dicts by their ids, of attributes by
+        the object's id and the name. Raises CaptureError for a list or dict that they have read past the model, too."""
+        changed = self._set | self.containers.originals
+        for place, (held, line) in self._past.items():
+            if label := next((changed[id(x)] for x in objects_in(held) if id(x) in changed), ""):
+                raise refused_past_the_model(label, place, line)
+        return changed
 
     def state(self) -> PythonState:
         """What was read."""

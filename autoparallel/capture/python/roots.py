@@ -42,6 +42,7 @@ class Root:
         now: what the run has made of it, in short.
         table: the globals, where it is one of them.
         cell: where it is one.
+        line: of the function that loads it.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class Root:
         write: Callable[[Any], None],
         table: Any,
         cell: Cell | None,
+        line: str,
     ) -> None:
+        self.line = line
         self.key, self.label, self.read, self.write, self.table = key, label, read, write, table
         self.cell = cell
         self.now = ""

@@ -388,6 +388,52 @@ def ways_set_entries_in_another_order(run: Run) -> None:
         run.note("set", [model.sums["a"], model.sums["b"], model.last])
 
 
+COUNTS = {"calls": 0}
+
+
+@program(refused="read it there through the model")
+class ReadsItAsAGlobal(Two):
+    """A copy counts in a dict of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        COUNTS["calls"] = 0
+        self.counts = COUNTS
+
+    def forward(self, x: Tensor) -> Tensor:  # refused
+        self.counts["calls"] += 1
+        return self.a(x) / (1 + COUNTS["calls"])
+
+
+@program(refused="read it there through the model")
+def reads_it_in_a_closure() -> nn.Module:
+    meter = Meter()
+
+    class Metered(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.meter = meter
+            self.count = lambda: meter.count  # refused
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.meter.count += 1
+            return self.a(x) * self.count()
+
+    return Metered()
+
+
+@program(refused="read it there through the model")
+class ReadsItByAMethod(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"calls": 0}
+        self.read = self.counts.get
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["calls"] += 1
+        return self.a(x) * self.read("calls", 0)  # refused
+
+
 @program(refused="set its attributes instead")
 class ReplacesAnObject(Two):
     def __init__(self) -> None:
