@@ -172,6 +172,7 @@ class HeldContainers:
         label = next((place for place in places if place.is_read), places[0]).label if places else ""
         is_read = type(container) not in KINDS or self._inputs.has(container)
         is_read |= any(place.label in self._read for place in places)
+        is_read |= not any(place.may_be_put for place in places)  # nor a journal, in a tuple
         if not label or not is_read:
             raise self._refusal_of(number)
         in_buffers = type(container) is dict and isinstance(places[0].watched.copy, nn.Module) and not places[0].entry

@@ -137,6 +137,7 @@ def containers_in_containers(run: Run) -> None:
             self.stats = {"train": {"steps": 0}, "eval": {"steps": 0}}
             self.made: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
             self.history = [[0, 0.5], [1]]
+            self.pair = {"calls": 0}, [0]
 
         def forward(self, x: Tensor) -> Tensor:
             mode = "train" if self.training else "eval"
@@ -144,6 +145,8 @@ def containers_in_containers(run: Run) -> None:
             self.made[mode]["calls"] += 1
             self.history[0][0] += 1
             self.history[0][1] *= 0.9
+            self.pair[0]["calls"] += 1
+            self.pair[1][0] += x.shape[0]
             return self.b(self.a(x)) * self.stats["train"]["steps"] + self.history[0][1]
 
     over_calls(run, Nested())
