@@ -267,6 +267,21 @@ def test_a_thread_that_draws_while_a_model_is_captured_is_named() -> None:
         thread.join()
 
 
+def test_a_buffer_that_requires_a_gradient_is_refused_on_several_ranks() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("scale", torch.ones(4, requires_grad=True))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * self.scale
+
+    captures.captured(Scaled(), torch.randn(8, 4))
+    with pytest.raises(CaptureError, match=r"scale, which is no parameter.*return self\.linear(?s:.*)nn\.Parameter"):
+        captures.captured(Scaled(), torch.randn(8, 4), options={"ranks": 2})
+
+
 def test_what_the_model_has_compiled_runs_as_it_was_written() -> None:
     sine = torch.compile(torch.sin)
 

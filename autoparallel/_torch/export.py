@@ -7,7 +7,7 @@ import importlib
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
@@ -123,11 +123,15 @@ def indexing_by_tensors() -> AbstractContextManager[Any]:
 GUARD_BOOL = SymNode.guard_bool
 
 
-def is_unknown(truth: torch.SymBool) -> bool:
+def is_unknown(truth: torch.SymBool, numbers: Collection[sympy.Symbol]) -> bool:
     """Whether only the program tells whether a relation holds: of how many rows values select, or of a number that is
-    read of a tensor."""
-    node = truth.node
-    return has_values(truth) and node.shape_env._maybe_evaluate_static(node.expr) is None
+    read of a tensor.
+
+    Args:
+        numbers: the symbols of those that a call is given.
+    """
+    is_given = free_unbacked_symbols(truth) <= {*numbers}
+    return not is_given and truth.node.shape_env._maybe_evaluate_static(truth.node.expr) is None
 
 
 def has_values(number: Any) -> bool:

@@ -47,6 +47,7 @@ from autoparallel.capture.python.journals import JournalReadError
 from autoparallel.capture.refusals.failures import explain_failure, is_raised_by_model, place_of
 from autoparallel.capture.refusals.refusals import (
     INSTEAD_OF_WAYS,
+    require_gradients_of_parameters,
     require_own_memory,
     require_same_memory,
 )
@@ -83,7 +84,7 @@ AS_COMPILED = (
 _MOST_REHEARSED = 256
 """How often a call may ask for a tensor's value where it is not traced."""
 
-LEFT_OUT = "the program leaves out a check of values, which eager makes at every call, at %s"
+LEFT_OUT = "the program leaves out %s, at %s"
 
 ON_ONE_WAY = (
     "%d parameters are read on one of the ways alone that Python may take by a tensor's value, at %s: what they are "
@@ -145,6 +146,7 @@ class Attempt:
         leaves: the inputs of the call.
         may_read: whether Python may read their values (see ``tracing.inputs_read``), single numbers alone where sizes
             are open.
+        reads_flags: whether Python is told what flags hold (see ``tracing.tensor_attributes``).
 
     Attributes:
         inputs: what stands for those of the call; ``scale`` is how many times its batch is traced.
@@ -162,6 +164,7 @@ class Attempt:
     fixed: dict[str, None]
     leaves: Sequence[Any] = ()
     may_read: bool = False
+    reads_flags: bool = False
 
     def __post_init__(self) -> None:
         self.mode = make_fake_mode()
@@ -178,7 +181,12 @@ class Attempt:
                 self.model, settings.loss_fn, self.inputs, settings.training, settings.precision, settings.device
             )
         self._reads = self._make_reads()
-        self._attributes = TensorAttributes(self.model, self.leaves)
+        self._attributes = TensorAttributes(self.model, self.leaves, reads_flags=self.reads_flags)
+
+    @property
+    def asks_flags(self) -> bool:
+        """Whether Python has asked for what a flag holds."""
+        return self._attributes.asks_flags
 
     def _make_reads(self) -> GlobalsRead:
         loss_fn = self.settings.loss_fn
@@ -245,13 +253,15 @@ class Attempt:
         fakes, parameters = self.copies.fakes, self.model.named_parameters()
         captured.rest_dtypes = {name: p.dtype for name, p in parameters if fakes[id(p)].dtype != p.dtype}
         require_own_memory(captured, self.model)
+        if settings.ranks > 1 and settings.gradients:
+            require_gradients_of_parameters(captured, self.model)
         modules = self.model.named_modules(remove_duplicate=False)
         kinds = {path: getattr(module, "stands_for", type(module)) for path, module in modules}
         run_passes(filling_passes(stacks, captured, kinds), captured.module)
         if settings.device != "cpu":
             forget_devices(captured)
-        for line in findings.left_out:
-            LOGGER.warning(LEFT_OUT, line)
+        for line, what in findings.left_out.items():
+            LOGGER.warning(LEFT_OUT, what, line)
         return captured
 
     def _trace_ways(self, stacks: list[Stack], as_compiled: bool) -> Way:

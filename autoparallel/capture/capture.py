@@ -69,13 +69,16 @@ def _capture(
         attempts += [(fully_closed, True)]
     failed: CaptureError | None = None
     vain: list[Any] = []  # what a model cannot be called with, traced or not
-    reads_values = refused = False
+    reads_values = reads_flags = refused = False
     fixed: dict[str, None] = {}
-    for forms, may_read in attempts:
+    while attempts:
+        forms, may_read = attempts.pop(0)
         in_vain = refused or failed is not None and _examples(forms, settings) == vain
         if not reads_values if may_read else in_vain:
             continue
-        attempt = Attempt(model, forms, in_spec, settings, fixed=fixed, leaves=leaves, may_read=may_read)
+        attempt = Attempt(
+            model, forms, in_spec, settings, fixed=fixed, leaves=leaves, may_read=may_read, reads_flags=reads_flags
+        )
         try:
             with _torch.export.without_reports():
                 captured = attempt.capture()
@@ -83,6 +86,10 @@ def _capture(
             raise
         except CaptureError as error:
             failed = error  # the last one speaks of the sizes of the call
+            if attempt.asks_flags and not reads_flags:
+                reads_flags = True
+                attempts.insert(0, (forms, may_read))
+                continue
             reads_values |= attempt.reads_values
             refused = error.__cause__ is None and not numbers  # by ourselves, whatever is open
             vain = _examples(forms, settings) if isinstance(error, FailsUntraced) else vain

@@ -31,6 +31,7 @@ from autoparallel.capture.refusals.refusals import (
     require_same_dtypes,
     require_static,
 )
+from autoparallel.capture.tracing.checks import CHECK
 from autoparallel.capture.training import Findings
 from autoparallel.graph.captured import (
     Captured,
@@ -87,7 +88,7 @@ def describe(
     mutated, results, outputs = _read_outputs(program, graph, owners, model)
     tensors = [(nodes[n], spec) for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec)]
     price_masks(graph, constants)
-    trace_findings.left_out.update(dict.fromkeys(require_static(graph, arguments)))
+    trace_findings.left_out.update(dict.fromkeys(require_static(graph, arguments), CHECK))
     symbols = {symbol: str(inputs[place]) for symbol, place in numbers.items()}
     _require_sizes(outputs, symbols)
     require_dense_values(graph)

@@ -43,7 +43,7 @@ class Findings:
         originals: of the objects in the copy of the model, by id.
         copies: the copies themselves: an id is unique while its owner lives.
         existing: of the tensors that the copy and its inputs have before a call, by id.
-        left_out: the lines of checks of values that the trace leaves out.
+        left_out: what the trace leaves out, by the line of it: checks of values, and gradients of buffers.
         questions: the tensors that Python has asked whether they hold; their values are the last results.
         has_outputs: whether the model has run, so that what fails now is the loss function.
         registered: the parameters and buffers of the copy before a trace, by their names.
@@ -55,7 +55,7 @@ class Findings:
     originals: dict[int, Any] = field(default_factory=dict)
     copies: dict[int, Any] = field(default_factory=dict)
     existing: set[int] = field(default_factory=set)
-    left_out: dict[str, None] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
     questions: list[Question] = field(default_factory=list)
     has_outputs: bool = False
     registered: dict[str, torch.Tensor] = field(default_factory=dict)

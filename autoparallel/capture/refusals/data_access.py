@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autoparallel import _torch
+from autoparallel._torch.tensors import View
 from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.lines import line_of_frame
 
@@ -46,6 +48,8 @@ class DataAccess(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            if _lies_alike(*args):  # as x.data = x.data.to(device) does, where it lies there
+                return None
             raise refused_memory("x.data = ...", line_of_frame(sys._getframe(1)))
         if name in _IN_PLACE or name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
             self._require_own(args[0] if args else None)
@@ -77,6 +81,12 @@ class DataAccess(TorchFunctionMode):
                 "compute a new tensor; for another value with the same gradient write x + (value - x).detach(). A "
                 "parameter is changed in the loop, under torch.no_grad() behind optimizer.step(), and not in forward",
             )
+
+
+def _lies_alike(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements of the same memory."""
+    same_memory = _torch.tensors.storage_mark(x) == _torch.tensors.storage_mark(other)
+    return same_memory and x.storage_offset() == other.storage_offset() and View.of(x) == View.of(other)
 
 
 def _is_plain_diagonal(x: torch.Tensor, fill_value: Any = 0, wrap: bool = False) -> bool:

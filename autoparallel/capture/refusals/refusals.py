@@ -116,6 +116,17 @@ _DENSE = (
 )
 
 
+def require_gradients_of_parameters(captured: Captured, model: nn.Module) -> None:
+    """Refuses a buffer, or an attribute, that requires a gradient: each rank's would be of its own rows alone."""
+    for node in captured.graph.find_nodes(op="placeholder"):
+        name = captured.buffers.get(node.name)
+        if name and node.users and tensor_at(model, name).requires_grad:
+            cure = "register it as an nn.Parameter; or clear its requires_grad, if nobody reads its gradient"
+            raise refusal(
+                f"{name}, which is no parameter, requires a gradient, read", line_of(next(iter(node.users))), cure
+            )
+
+
 def require_own_memory(captured: Captured, model: nn.Module) -> None:
     """Refuses a tensor in whose memory another lies that a step or a call changes in place.
 

@@ -17,6 +17,7 @@ from autoparallel import _torch
 from autoparallel._torch.export import FOLDER
 from autoparallel.capture.tracing.trace import Trace, fresh, listening, refuse, register, with_results
 from autoparallel.graph.hooks import make_template
+from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import OURS
 from autoparallel.operators.opaque import Unsupported
 
@@ -125,6 +126,9 @@ def _requires_grad(trace: Trace, func: Any, tensor: Tensor, value: bool = True) 
         # Its gradient stays with a tensor that no user has; what flows to parameters is the same.
         trace.has_leaves = True
         return func(tensor, value)
+    if value and trace.attributes.is_buffer(tensor):
+        trace.left_out[line_of_frame(sys._getframe(1))] = "the gradient of a buffer, which eager adds up in its .grad"
+        return tensor
     raise refuse(
         f"a tensor's requires_grad becomes {value} inside of the model",
         "use x.detach() for what carries none; freeze parameters, and make inputs require gradients, before the call",

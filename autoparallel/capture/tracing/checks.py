@@ -30,6 +30,9 @@ from autoparallel.graph.python_state import OURS
 _LISTENING = f"{OURS}capture/tracing/"
 """Where Python stands between a model's and torch's."""
 
+CHECK = "a check of values, which eager makes at every call"
+"""What a trace leaves out where one of two answers only raises."""
+
 _MODULES_OF_TORCH = f"{_torch.export.FOLDER}nn/"
 """They leave out what would run on no rows, which then gets no gradient: adaptive softmax, whose ways are too many."""
 
@@ -48,7 +51,7 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return func(*args, **kwargs)
     passes = _passing_answer(frame.f_code, frame.f_lasti)
     if passes is not None and not is_caught(frame):
-        trace.left_out[line_of_frame(frame)] = None
+        trace.left_out[line_of_frame(frame)] = CHECK
         return passes
     alone = func is not _SYM_BOOL and len(args) + len(kwargs) == 1
     if alone and (number := number_of(trace, tensor)) is not None:
@@ -89,7 +92,7 @@ def _bool(self: Tensor) -> bool:
 def _sym_bool(self: torch.SymBool) -> bool:
     """The same for a relation of sizes that only values tell: how many rows a mask selects."""
     trace = listening()
-    unasked = trace is None or not _torch.export.is_unknown(self)
+    unasked = trace is None or not _torch.export.is_unknown(self, trace.numbers)
     answer: bool = _SYM_BOOL(self) if unasked else _ask(trace, _SYM_BOOL, self)  # type: ignore[arg-type]
     if trace is not None and unasked:
         frame = sys._getframe(1)

@@ -2,11 +2,15 @@
 
 What stands for the tensors of a model and of its inputs while it is traced has none of them, so that Python asks
 ``torch.Tensor.__getattr__``, which torch does not have.
+
+[Note: flags] A buffer of one element that is 0 or 1 tells many models whether their first call has set them up
+(``if self.initialized: ...``).  Python's question goes both ways, as others do; where the two cannot be one program, as
+the one draws numbers or sets parameters, Python is told what the buffer holds, and that belongs to the kind of call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,10 +28,17 @@ class TensorAttributes:
     Args:
         model: the user's.
         leaves: the inputs of the call, as far as they are at hand.
+        reads_flags: whether Python is told what flags hold.
+
+    Attributes:
+        asks_flags: whether Python has asked for one.
     """
 
-    def __init__(self, model: nn.Module, leaves: Sequence[Any]) -> None:
-        self._model, self._leaves = model, leaves
+    def __init__(self, model: nn.Module, leaves: Sequence[Any], *, reads_flags: bool = False) -> None:
+        self._model, self._leaves, self._reads_flags = model, leaves, reads_flags
+        self.asks_flags = False
+        self._flags: dict[str, None] = {}
+        self._versions: dict[int, int] = {}  # by the id of what stands for a tensor, before it is written to
         self._users: dict[int, tuple[str, Tensor]] = {}  # by the id of what stands for it, a tensor and its name
         self._inputs: dict[int, Tensor] = {}
         self._before: list[tuple[str, Tensor, set[str]]] = []  # the attributes of what stands for them
@@ -40,6 +51,7 @@ class TensorAttributes:
                 delattr(x, name)
         users = dict(_torch.tensors.named_tensors(self._model))
         self._users = {id(x): (name, users[name]) for name, x in stand_ins.items() if name in users}
+        self._versions = {id(x): x._version for x in stand_ins.values()}
         self._before = [(name, x, set(vars(x))) for name, x in stand_ins.items()]
         self._inputs = {id(x): leaf for x, leaf in zip(inputs, self._leaves, strict=False) if isinstance(leaf, Tensor)}
 
@@ -66,9 +78,28 @@ class TensorAttributes:
             raise refusal(what, line, "keep it in an attribute of the module")
         return value
 
+    def read_flag(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        """What a function reads of a flag, if Python is told that (see [Note: flags]); else None."""
+        label, owner = self._users.get(id(tensor), ("", None))
+        if owner is None or isinstance(owner, nn.Parameter) or owner.numel() != 1 or owner.is_meta:
+            return None
+        if tensor._version != self._versions[id(tensor)] or _number_of(self._model, label) not in (0, 1):
+            return None
+        self.asks_flags = True
+        if not self._reads_flags:
+            return None
+        self._flags[label] = None
+        with _torch.export.unwatched():
+            return function(owner.detach())
+
     def is_parameter(self, tensor: Tensor) -> bool:
         """Whether a tensor stands for a parameter of the model."""
         return isinstance(self._users.get(id(tensor), ("", None))[1], nn.Parameter)
+
+    def is_buffer(self, tensor: Tensor) -> bool:
+        """Whether a tensor stands for a buffer of the model, or for an attribute that is one."""
+        owner = self._users.get(id(tensor), ("", None))[1]
+        return owner is not None and not isinstance(owner, nn.Parameter)
 
     def newly_set(self) -> str:
         """An attribute of a parameter or a buffer that the run has set; empty for none."""
@@ -81,7 +112,15 @@ class TensorAttributes:
         for label, name in self._read:
             place = id(self._model), label, name
             state.watch(f"{label}.{name}", partial(_attribute_of, self._model, label, name), place)
+        for label in self._flags:
+            state.watch(label, partial(_number_of, self._model, label), (id(self._model), label))
         return state
+
+
+def _number_of(model: nn.Module, label: str) -> int | float:
+    with _torch.export.unwatched():
+        number: int | float = tensor_at(model, label).detach().cpu().view(-1)[0].item()
+        return number
 
 
 def _attribute_of(model: nn.Module, label: str, name: str) -> Any:

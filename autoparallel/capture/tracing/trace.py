@@ -62,7 +62,7 @@ class Trace:
         originals: of the objects in the traced copy of the model, by id, what they are copies of.
         paths: of the modules of the copy, by id.
         existing: the tensors that the copy and its inputs have before the call, by id.
-        left_out: the lines of checks of values that the trace leaves out are added.
+        left_out: what the trace leaves out is added, by the line of it.
         questions: the tensors are added that Python has asked whether they hold.
         as_compiled: what the model is told that asks ``torch.compiler.is_compiling()``.
         answers: what Python is told that asks for a tensor's value.
@@ -95,7 +95,7 @@ class Trace:
         originals: Mapping[int, Any],
         paths: Mapping[int, str],
         existing: Collection[int],
-        left_out: dict[str, None],
+        left_out: dict[str, str],
         questions: list[Question],
         *,
         as_compiled: bool = False,
@@ -201,9 +201,11 @@ class Trace:
         return _torch.numbers.evaluator(node.expr)(values)
 
     def read(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        """What a function reads of a tensor's values, where Python may be told (see ``inputs_read``); else None."""
+        """What a function reads of a tensor's values, where Python may be told (see ``inputs_read``, and of buffers
+        ``tensor_attributes``); else None."""
         self.reads_values = True
-        return None if self.inputs is None else self.inputs.read(function, tensor)
+        answer = None if self.inputs is None else self.inputs.read(function, tensor)
+        return self.attributes.read_flag(function, tensor) if answer is None else answer
 
     @property
     def in_region(self) -> bool:

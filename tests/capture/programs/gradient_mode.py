@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tests.capture.programs.inplace import Two
 from tests.capture.registry import program
+from tests.capture.runner import numbers
 
 
 @program(ranks=True)
@@ -350,6 +351,45 @@ class InputMadeToRequireGrad(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x.requires_grad_()  # refused
         return self.a(x)
+
+
+class Commits(nn.Module):
+    """A loss that begins with a buffer, which it makes require a gradient, as a vector quantiser's does."""
+
+    def __init__(self, gradient: bool = False) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.register_buffer("zero", torch.zeros((), dtype=torch.float64, requires_grad=gradient))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.zero
+        if self.training:
+            loss.requires_grad_()
+        return loss + self.a(x).square().mean()
+
+
+@program(ranks=True)
+class BufferMadeToRequireGrad(Commits):
+    pass
+
+
+@program()
+class BufferThatRequiresGrad(Commits):
+    """On one rank; each of several would have a gradient of its own rows (see ``test_capture``)."""
+
+    def __init__(self) -> None:
+        super().__init__(gradient=True)
+
+
+@program(ranks=True)
+class DataThatStaysWhereItIs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.proxies = nn.Linear(8, 8), nn.Parameter(numbers(8, 4, seed=3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.proxies.data = self.proxies.data.to(device=x.device, dtype=x.dtype)
+        return self.a(x) @ self.proxies
 
 
 @program(refused="leave out requires_grad_")

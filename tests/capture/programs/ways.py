@@ -286,3 +286,37 @@ class CreatesATensorOnOneWay(Two):
         if h.sum() > 0:
             h = h + torch.ones(8).cumsum(0)
         return self.b(h)
+
+
+class SetUp(Two):
+    """The first call draws numbers, and says so in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ready", torch.tensor(0))
+        self.register_buffer("noise", torch.zeros(8, dtype=torch.float64))
+
+    def set_up(self, h: Tensor) -> None:
+        self.noise.copy_(torch.rand_like(h[0]) * h.detach().std(0))
+        self.ready.fill_(1)
+
+
+@program(batch=signed, ranks=True, random=True)
+class SetsItselfUp(SetUp):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if not self.ready.item():
+            self.set_up(h)
+        return self.b(h + self.noise) if self.ready else self.b(h)
+
+
+@program(batch=signed, refused="torch.where")
+class CountsAndDraws(SetUp):
+    """No flag: each count would be a trace of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.ready.add_(2)
+        if self.ready.item() % 4:  # refused
+            self.set_up(h)
+        return self.b(h + self.noise)
