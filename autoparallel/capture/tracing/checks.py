@@ -53,6 +53,8 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if passes is not None and not is_caught(frame):
         trace.left_out[line_of_frame(frame)] = CHECK
         return passes
+    if func in _EQUAL and [*tensor.shape] != [*[*args, *kwargs.values()][1].shape]:
+        return False  # whatever they hold
     alone = func is not _SYM_BOOL and len(args) + len(kwargs) == 1
     if alone and (number := number_of(trace, tensor)) is not None:
         return number if func is Tensor.item else bool(number)
@@ -75,9 +77,9 @@ def _question(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Te
         return None
     if func in (Tensor.allclose, torch.allclose):
         return torch.isclose(x, *args, **kwargs).all()
-    if func in (Tensor.equal, torch.equal):
+    if func in _EQUAL:
         (other,) = (*args, *kwargs.values())
-        return (x == other).all() if x.shape == other.shape else None
+        return (x == other).all()
     is_one = all(size == 1 for size in x.shape)
     return x if is_one and (func is _BOOL or x.dtype == torch.bool) else None
 
@@ -103,11 +105,12 @@ def _sym_bool(self: torch.SymBool) -> bool:
     return answer
 
 
+_EQUAL = (Tensor.equal, torch.equal)
 _BOOL, _SYM_BOOL = Tensor.__bool__, torch.SymBool.__bool__
 _OF_SIZES = torch.SymInt.__bool__.__code__
 NAMES: tuple[tuple[Any, str, Any], ...] = ((Tensor, "__bool__", _bool), (torch.SymBool, "__bool__", _sym_bool))
 CHECKED: dict[Any, Callable[..., Any]] = dict.fromkeys(
-    (Tensor.item, Tensor.equal, Tensor.allclose, torch.equal, torch.allclose), _ask
+    (Tensor.item, *_EQUAL, Tensor.allclose, torch.allclose), _ask
 )
 """The functions that ask for a value, with what takes their place while a model is traced."""
 
