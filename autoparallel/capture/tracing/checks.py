@@ -109,9 +109,7 @@ _EQUAL = (Tensor.equal, torch.equal)
 _BOOL, _SYM_BOOL = Tensor.__bool__, torch.SymBool.__bool__
 _OF_SIZES = torch.SymInt.__bool__.__code__
 NAMES: tuple[tuple[Any, str, Any], ...] = ((Tensor, "__bool__", _bool), (torch.SymBool, "__bool__", _sym_bool))
-CHECKED: dict[Any, Callable[..., Any]] = dict.fromkeys(
-    (Tensor.item, *_EQUAL, Tensor.allclose, torch.allclose), _ask
-)
+CHECKED: dict[Any, Callable[..., Any]] = dict.fromkeys((Tensor.item, *_EQUAL, Tensor.allclose, torch.allclose), _ask)
 """The functions that ask for a value, with what takes their place while a model is traced."""
 
 

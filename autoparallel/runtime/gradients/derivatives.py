@@ -38,7 +38,7 @@ def with_graph(
     some = [chain for chain, _ in rows]
     present = [[grad is not None for grad in row] for _, row in rows]
     values = _Collect.apply(store, some, present, *(grad for _, row in rows for grad in row if grad is not None))
-    handed = {chain.name: store.grads.lay_out(chain.name, value) for chain, value in zip(some, values, strict=True)}
+    handed = {chain.name: store.lay_out(chain.name, value) for chain, value in zip(some, values, strict=True)}
     return [handed.get(chain.name) for chain in chains]
 
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoparallel._torch.autograd import AskedFor
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.runtime.gradients.backwards import Grads, reached
+from autoparallel.runtime.gradients.parameter_grads import ParameterGrads
 from autoparallel.runtime.gradients.store import GradientStore
 
 
@@ -29,11 +30,12 @@ class LentParameters(GradientStore):
     @contextmanager
     def holding(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """Inside, the parameters of a call are there."""
-        self.parameters = parameters
+        grads = self.grads
+        self.parameters, self.grads = parameters, ParameterGrads(parameters, self.mesh)
         try:
             yield
         finally:
-            self.parameters = self._stand_ins
+            self.parameters, self.grads = self._stand_ins, grads
 
     def versions(self, names: Sequence[str]) -> Sequence[int]:
         """Nothing: autograd itself looks at changes in place of the owner's tensors."""

@@ -79,12 +79,6 @@ class ParameterGrads:
         """Lets go of the objects that have been taken away: nothing is on its way any more."""
         self._absent = {}
 
-    def lay_out(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a gradient as autograd is given it, with its graph."""
-        parameter = self._parameters[name]
-        spec, shape, stride = _torch.dtensor.spec_of(parameter), parameter.shape, parameter.stride()  # type: ignore[arg-type]
-        return DTensor.from_local(value, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
-
     def _spec(self, name: str, layout: Layout, dtype: torch.dtype) -> Any:
         spec = self._specs.get((name, layout, dtype))
         if spec is None:

@@ -356,6 +356,12 @@ class GradientStore(Carrier):
         if self.when_reduced is not None and (self.window is None or self.window.divisor() is None):
             self.when_reduced([chain.name for chain in chains])
 
+    def lay_out(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a gradient as autograd is given it, with its graph."""
+        parameter = self.parameters[name]
+        spec, shape, stride = _torch.dtensor.spec_of(parameter), parameter.shape, parameter.stride()  # type: ignore[arg-type]
+        return DTensor.from_local(value, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
+
     # -- from clipping, the optimizer, and the outside --------------------------------------------------------------
 
     def flush(self) -> None:
