@@ -19,7 +19,7 @@ from autoparallel.capture.attempt import Attempt, CaptureSettings
 from autoparallel.capture.fake_inputs import scale_of, traced_shape
 from autoparallel.graph.calls import closed, fits, without_numbers
 from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec
-from autoparallel.graph.carried_attributes import CARRIED, ChangesAttributesError, attributes_in, is_changed
+from autoparallel.graph.carried_attributes import CARRIED, ChangesAttributesError, attributes_in
 from autoparallel.graph.drawn_numbers import DRAWS, DrawsNumbersError
 from autoparallel.graph.garbage import MANY, collected_rarely, count_as_old
 from autoparallel.passes.follow_batch import follow_results, weight_of_rows
@@ -114,14 +114,11 @@ def _capture(
 
 
 def _pinned_numbers(captured: Captured, specs: Sequence[InputSpec | Any], in_spec: pytree.TreeSpec) -> dict[str, str]:
-    """The numbers that a call changes and of which its trace serves this value alone, with the line that fixes one."""
+    """The numbers among the attributes that a call is given of which its trace serves this value alone, with the line
+    that fixes one."""
     (names, _), (numbers, _) = (attributes_in(leaves, in_spec) for leaves in (captured.inputs, specs))
     line = next(reversed(captured.fixed), "an unknown line")
-    return {
-        label: line
-        for label, spec in numbers.items()
-        if spec.open and is_changed(label, captured.attributes) and not _is_open(captured, names[label])
-    }
+    return {label: line for label, spec in numbers.items() if spec.open and not _is_open(captured, names[label])}
 
 
 def _is_open(captured: Captured, name: str) -> bool:

@@ -184,15 +184,19 @@ class PythonState:
         Args:
             leaves: the inputs of a call.
         """
+        return next(self.changes(leaves), None)
+
+    def changes(self, leaves: Sequence[Any]) -> Iterator[str]:
+        """The labels of all values that are not what they were."""
         for label, (table, name, value) in self.attributes.items():
             now = table.get(name, MISSING)
             if now is not value and freeze(now) != freeze(value):
-                return label
+                yield label
         for label, guard in self.guards.items():
             if not guard.holds():
-                return label
+                yield label
         reads = (reads.changed(leaves) for reads in self.inputs)
-        return next((f"{OF_INPUTS} {read.line}" for read in reads if read is not None), None)
+        yield from (f"{OF_INPUTS} {read.line}" for read in reads if read is not None)
 
     def read_of(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """The inputs of a call of which values were read, with None in the place of the others."""

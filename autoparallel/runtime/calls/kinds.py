@@ -50,6 +50,7 @@ from autoparallel.operators import RandomState
 from autoparallel.placements import Layout, format_layout
 from autoparallel.plan import Plan
 from autoparallel.runtime.calls.exchange import CHECKED_CALLS, Exchange
+from autoparallel.runtime.calls.numbers_set import NumbersSet
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.programs.pipeline import PipelineRunner
 from autoparallel.runtime.programs.runner import Runner
@@ -182,6 +183,7 @@ class Kinds:
         self._forms: dict[object, list[tuple[int | float, ...]]] = {}  # by form: sizes and numbers of such calls
         self._fixing: set[object] = set()  # forms of calls whose numbers the model fixes
         self._changed_at: dict[str, str] = {}  # by label: the lines that change what is carried
+        self._numbers = NumbersSet()
         self._fixed: dict[str, dict[float | str, str]] = {}  # by label: what had a trace of its own, and the line
         self._noted: set[str] = set()  # why sizes have kinds of their own, as far as it has been said
         self.store.before_backward = self._agree_on_backward
@@ -311,6 +313,10 @@ class Kinds:
                 return call, kind
             search = self._search(keyed)
             kind, started = search.kind, time.perf_counter()
+            if kind is None and (numbers := self._numbers_set(search)):
+                self.carried.update(numbers)
+                self._note_carried(call, read()[0])
+                return self.of(read)
             try:
                 if kind is None:
                     # What is made now is used for training, too; what the loop does to saved tensors, or counts (as
@@ -323,6 +329,7 @@ class Kinds:
                         kind = self.maker.make_kind(search.call, search.trace)
                     self._require_open(kind.runner.captured, search)
                     self._add(kind, search, started)
+                    self._leave_numbers(kind.runner.captured, search.call)
             except ChangesAttributesError as error:
                 if error.values.keys() <= self.carried.keys():
                     raise CaptureError(str(error)) from None
@@ -346,12 +353,24 @@ class Kinds:
         self._note_carried(call, read()[0])
         return self.of(read)
 
+    def _numbers_set(self, search: KindSearch) -> dict[str, Any]:
+        """The numbers of the model that the loop has set since the last call of this kind, with what they were."""
+        if search.trace is not None:
+            return {}
+        states = self._states.get(search.key.call, [])
+        return self._numbers.look(states, search.call.values, self.maker.model, self.maker.loss_fn)
+
+    def _leave_numbers(self, captured: Captured, call: Call) -> None:
+        """Has calls read by themselves those numbers that the loop sets and the model fixes."""
+        for label in self._numbers.leave(captured, _fixes(captured, call), self.carried, self._changed_at):
+            del self.carried[label]
+
     def _require_open(self, captured: Captured, search: KindSearch) -> None:
         """Raises where all calls so far fix a number that they change: each would be of another kind."""
         key = search.key
         before = [kind.runner.captured for k in {key, replace(key, sizes=None)} for kind in self._kinds.get(k, ())]
         for label, line in captured.pinned.items():
-            if len(before) >= _MOST_VALUES and all(label in x.pinned for x in before):
+            if label in captured.attributes and len(before) >= _MOST_VALUES and all(label in x.pinned for x in before):
                 what = f"every call changes {label}, a number, and fixes what it computes by it"
                 cure = "make it a registered buffer (self.n += 1 works on a tensor), and take torch's functions of it"
                 raise refusal(what, line, f"{cure} (torch.cos), or pass it in")
@@ -370,7 +389,7 @@ class Kinds:
                 what = (
                     f"calls change {label}, and each of the {len(values)} values that it has had needs its own trace,"
                 )
-                line = next(filter(None, values.values()), self._changed_at[label])
+                line = next(filter(None, values.values()), self._changed_at.get(label, "an unknown line"))
                 cure = "make it a registered buffer (self.x *= 0.9 works on a tensor)"
                 cure = "set it outside of forward" if isinstance(value, str) else cure
                 raise refusal(what, line, f"{cure}, or pass it in")

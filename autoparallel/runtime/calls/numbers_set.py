@@ -1,0 +1,84 @@
+"""Numbers that the loop sets between calls: ``for m in dropouts: m.p = rate``, ``model.step = step``.
+
+A value of Python's that has changed makes another kind of call.  A number of the model's that has, and nothing beside
+such numbers, is given to calls as those that they change themselves (see ``graph.carried_attributes``), so that one
+trace serves all its values.  Where the model fixes what it computes by it, it is read into the trace as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from autoparallel.graph.calls import NUMBERS
+from autoparallel.graph.captured import Captured
+from autoparallel.graph.carried_attributes import may_be_carried
+from autoparallel.graph.plain_tensors import attribute_at
+from autoparallel.graph.python_state import MISSING, PythonState, shown
+from autoparallel.text import LOGGER
+
+
+class NumbersSet:
+    """The numbers of a model that the loop has set.
+
+    Attributes:
+        labels: of those that calls are given.
+        fixed: of those that the model has fixed.
+    """
+
+    def __init__(self) -> None:
+        self.labels: set[str] = set()
+        self.fixed: set[str] = set()
+
+    def look(
+        self, states: Sequence[PythonState], values: Sequence[Any], model: nn.Module, loss_fn: Any
+    ) -> dict[str, Any]:
+        """The numbers that are other ones than the last trace has read, by label, with what they were then; none where
+        more than that has changed.
+
+        Args:
+            states: what the traces of such calls have read.
+            values: the inputs of the call.
+        """
+        numbers: dict[str, Any] = {}
+        for label in states[-1].changes(values) if states else ():
+            table, name, before = states[-1].attributes.get(label, ({}, "", MISSING))
+            now = table.get(name, MISSING)
+            is_number = type(now) in NUMBERS and type(now) is type(before) and may_be_carried(now)
+            if not is_number or label in self.fixed or _value_at(model, label, loss_fn) is not now:
+                return {}
+            numbers[label] = before
+        if numbers:
+            self.labels |= numbers.keys()
+            label, before = next(iter(numbers.items()))
+            LOGGER.warning(
+                "%s has changed from %s to %s%s: the model is captured and planned once more, with such numbers left "
+                "open", label, shown(before), shown(_value_at(model, label, loss_fn)),
+                f" (and {len(numbers) - 1} more)" * (len(numbers) > 1),
+            )  # fmt: skip
+        return numbers
+
+    def leave(
+        self, captured: Captured, fixes_floats: bool, carried: Mapping[str, Any], written: Collection[str]
+    ) -> set[str]:
+        """The numbers that calls are no longer given, as their trace fixes them.
+
+        Args:
+            carried: what calls are given, with a value of each.
+            written: what they change themselves.
+        """
+        self.labels.difference_update(written)
+        floats = {label for label in self.labels if type(carried[label]) is float} if fixes_floats else set()
+        left = self.labels & (captured.pinned.keys() | floats)
+        self.labels -= left
+        self.fixed |= left
+        return left
+
+
+def _value_at(model: nn.Module, label: str, loss_fn: Any) -> Any:
+    try:
+        return attribute_at(model, label, loss_fn)
+    except AttributeError:
+        return MISSING
