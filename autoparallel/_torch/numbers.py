@@ -71,6 +71,29 @@ def _mod(self: Any, other: Any) -> Any:
 _OF_WHOLE = sym_node.SymNode._mod  # type: ignore[attr-defined]
 sym_node.SymNode._mod = _mod  # type: ignore[attr-defined]
 
+
+def _add_function(name: str) -> Callable[[Any], Any]:
+    """A function of ``math`` that torch's numbers lack."""
+    of_python = getattr(math, name)
+
+    def of_any(x: Any) -> Any:
+        return _apply(f"_sym_{name}", x) if isinstance(x, torch.SymInt | torch.SymFloat) else of_python(x)
+
+    def evaluate(_: Any, x: Any) -> Any:
+        return sympy.Float(of_python(float(x))) if x.is_Number else None
+
+    members = {"eval": classmethod(evaluate), "is_real": True, "_torch_handler_name": f"sym_{name}"}
+    expression = type(f"FloatFunction_{name}", (sympy.Function,), members)
+    setattr(PythonReferenceAnalysis, f"sym_{name}", staticmethod(of_any))
+    setattr(SymPyValueRangeAnalysis, f"sym_{name}", staticmethod(lambda x: ValueRanges.unknown()))
+    sym_node.unary_methods.add(f"sym_{name}")
+    _add(f"sym_{name}", of_any, expression)
+    SYMPY_INTERP[expression.__name__] = of_python
+    return of_any
+
+
+_ADDED = ("log10", "log1p", "expm1", "exp2", "erf", "erfc")
+
 # The names that torch prints, for what it computes guards with.
 SYMPY_INTERP.update({"OpaqueUnaryFn_exp": math.exp, "OpaqueUnaryFn_log": math.log, "FloatMod": operator.mod})
 
@@ -82,6 +105,7 @@ FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {
         name: getattr(torch, f"_sym_{name}")
         for name in ("cos", "cosh", "sin", "sinh", "tan", "tanh", "asin", "acos", "atan", "log2")
     },
+    **{name: _add_function(name) for name in _ADDED},
 }
 """What a graph calls of such numbers, by the names in ``math``."""
 

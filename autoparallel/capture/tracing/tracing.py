@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoparallel import _torch
 from autoparallel.capture.python.functions_of_numbers import NAMES as OF_NUMBERS
-from autoparallel.capture.python.functions_of_numbers import OF_MATH
+from autoparallel.capture.python.functions_of_numbers import OF_MATH, OF_NUMPY
 from autoparallel.capture.python.globals_read import without_model
 from autoparallel.capture.python.kinds_of_numbers import stand_ins_in_modules
 from autoparallel.capture.refusals.data_access import KERNEL_CURE
@@ -48,6 +48,8 @@ from autoparallel.capture.tracing.drawn_scalars import DRAWING
 from autoparallel.capture.tracing.functions import function_apply
 from autoparallel.capture.tracing.numbers_read import NAMES as NUMBERS_READ
 from autoparallel.capture.tracing.numbers_read import READS
+from autoparallel.capture.tracing.open_numbers import NAMES as OPEN_NUMBERS
+from autoparallel.capture.tracing.open_numbers import OF_OPEN
 from autoparallel.capture.tracing.positions import FOLLOWED, PACKED, masks_of_transformers, unless_counting
 from autoparallel.capture.tracing.seeding import NAMES as SEEDS
 from autoparallel.capture.tracing.spans import spans_of_transformers
@@ -154,6 +156,7 @@ _FOLLOWED = {
     **READING,
     **ATTENTION,
     **DRAWING,
+    **OF_OPEN,
 }
 
 
@@ -432,6 +435,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *((owner, name, stand_in) for owner, name, _, stand_in in DRAWS),
     *NUMBERS_READ,
     *OF_NUMBERS,
+    *OPEN_NUMBERS,
     *SEEDS,
     *TEXTS,
     *VALUES_READ,
@@ -451,7 +455,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
 
 
 _IMPORTED = [
-    *((name, function, stand_in) for name, (function, stand_in) in OF_MATH.items()),
+    *((name, function, stand_in) for table in (OF_MATH, OF_NUMPY) for name, (function, stand_in) in table.items()),
     *((name, function, stand_in) for _, name, function, stand_in in DRAWS),
 ]
 """What modules may have imported from libraries, by its name, with what stands for it."""

@@ -424,7 +424,7 @@ def begins_anew_at_a_number(run: Run) -> None:
 
 
 @loop(refused="torch.cos")
-def weighs_by_an_error_function(run: Run) -> None:
+def weighs_by_a_gamma_function(run: Run) -> None:
     """A function of Python's that torch has of no number fixes it."""
 
     class Weighing(Two):
@@ -434,7 +434,7 @@ def weighs_by_an_error_function(run: Run) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
-            return self.b(self.a(x)) * math.erf(self.calls / 8)  # refused
+            return self.b(self.a(x)) * math.gamma(self.calls / 8)  # refused
 
     over_lengths(run, Weighing(), (6,) * 11)
 
