@@ -354,6 +354,30 @@ def test_functions_of_numbers_are_called_outside_of_regions() -> None:
     assert 0 < _graphs() <= 4  # two traces: the first length, and all others
 
 
+class _Cutting(nn.Module):
+    """A part of a sequence whose length is a function of the whole one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()[:, : math.ceil(math.sqrt(x.shape[1]))]
+        return self.last(h + h.new_ones(h.shape[1], 8)).tanh()
+
+
+def test_sizes_that_are_made_of_functions_are_not_compiled() -> None:
+    torch.manual_seed(0)
+    plain = _Cutting().double()
+    model = autoparallel.compile(copy.deepcopy(plain), backend="inductor")
+    for length in (9, 10, 16, 20):
+        x = torch.randn(4, length, 8, dtype=torch.float64)
+        for m in (plain, model):
+            m.zero_grad()
+            m(x).square().sum().backward()
+        assert torch.allclose(model.first.weight.grad.full_tensor(), plain.first.weight.grad, rtol=1e-9)
+
+
 def test_layers_that_are_alike_share_what_they_were_compiled_to() -> None:
     module = fx.GraphModule({f"unshard_{i}": nn.Identity() for i in range(2)}, _two_layers())
     compiler = RegionCompiler("aot_eager")

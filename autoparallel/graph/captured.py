@@ -73,9 +73,10 @@ def refused_draw(generators: str, line: str, threads: Sequence[str] = ()) -> Cap
     other = f" Where it is {' or '.join(threads)}, another thread, that draws: start it after the first call."
     return CaptureError(
         f"the model draws from {generators} at {line}: a trace would hold one draw for ever\n"
-        "What to change: draw single numbers with random.random() or np.random.uniform(), by which a model may decide, "
-        "and others with torch (torch.rand, torch.bernoulli, torch.randint, and torch.where); or draw outside of the "
-        f"model and pass the numbers in as a tensor.{other * bool(threads)}"
+        "What to change: draw single numbers with random.random() or np.random.uniform(), by which a model may decide "
+        "(layers[int(random.random() * len(layers))] chooses one), and others with torch (torch.rand, torch.bernoulli, "
+        "torch.randint, and torch.where); or draw outside of the model and pass the numbers in as a tensor."
+        f"{other * bool(threads)}"
     )
 
 
@@ -306,8 +307,8 @@ class Captured:
             )
         lines = "; and at ".join(self.fixed)
         return (
-            f"the model fixes a size or a number at {lines}. What len(x), int(x.shape[0]), range(...) or a comparison "
-            "reads into Python is fixed: x.shape[0] and tensors stay open"
+            f"the model fixes a size or a number at {lines}. What len(x), int(x.shape[0]), range(...) or a function "
+            "such as math.gamma(n) reads into Python is fixed: x.shape[0], n and tensors stay open"
         )
 
     def rows(self, specs: Sequence[Any], batch: int) -> int:

@@ -3,16 +3,18 @@ leaves open, which are of torch's own types."""
 
 from __future__ import annotations
 
+import ast
 import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 
-from autoparallel.graph.python_state import OURS, is_library
+from autoparallel.graph.python_state import OURS, is_installed, is_library
 
 _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
@@ -37,6 +39,24 @@ class _Asking(type):
 
 class _Type(type, metaclass=_Asking):
     """As ``type``."""
+
+
+class _Converting(type):
+    def __call__(cls, *args: Any) -> Any:
+        value = args[0] if len(args) == 1 else None
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() == 1:
+            value = value.item()
+        return torch.sym_float(value) if type(value) in (torch.SymFloat, torch.SymInt) else float(*args)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, float)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, float)
+
+
+class _Float(float, metaclass=_Converting):
+    """As ``float``, which would fix the number that a trace leaves open."""
 
 
 def _divmod(x: Any, y: Any, /) -> Any:
@@ -74,24 +94,26 @@ STAND_INS: Mapping[str, Any] = {
 def is_stand_in(value: Any) -> bool:
     """Whether a global of a user's module is there only while a model is traced."""
     code = getattr(value, "__code__", None)
-    return value is _Type or isinstance(code, CodeType) and code.co_filename.startswith(OURS)
+    return value is _Type or value is _Float or isinstance(code, CodeType) and code.co_filename.startswith(OURS)
 
 
 @contextmanager
-def stand_ins_in_modules(functions: Sequence[tuple[str, Any, Any]]) -> Iterator[None]:
+def stand_ins_in_modules(functions: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     """Inside, the functions of the users' modules call the stand-ins, but where a module has such a name of its own.
 
     Args:
-        functions: those of libraries that modules may have imported, by their names, with what stands for them.
+        functions: those of libraries that modules may have imported, under any name, with what stands for them.
     """
+    by_id = {id(function): stand_in for function, stand_in in functions}
     changed: list[tuple[dict[str, Any], set[str], list[tuple[str, Any, Any]]]] = []
     for name, module in [*sys.modules.items()]:
         table = vars(module) if isinstance(module, ModuleType) else {}
         file = table.get("__file__")
         if name == "__main__" or file is not None and _is_users(file):
-            added = STAND_INS.keys() - table.keys()
-            imported = [(name, f, stand_in) for name, f, stand_in in functions if table.get(name) is f]
-            table.update({name: STAND_INS[name] for name in added})
+            stand_ins = dict(STAND_INS) | ({"float": _Float} if file is not None and _only_converts(file) else {})
+            added = stand_ins.keys() - table.keys()
+            imported = [(key, value, by_id[id(value)]) for key, value in table.items() if id(value) in by_id]
+            table.update({name: stand_ins[name] for name in added})
             table.update({name: stand_in for name, _, stand_in in imported})
             changed.append((table, added, imported))
     try:
@@ -107,3 +129,28 @@ def stand_ins_in_modules(functions: Sequence[tuple[str, Any, Any]]) -> Iterator[
 def _is_users(file: str) -> bool:
     """Whether functions of a module that lies there may run in a model."""
     return not file.startswith(OURS) and not is_library(file)
+
+
+@functools.cache
+def _only_converts(file: str) -> bool:
+    """Whether the source of a user's module calls ``float``, and names it otherwise only where types are told apart: as
+    a dtype, or in a table, it must be Python's own."""
+    if is_installed(file):
+        return False
+    try:
+        source = ast.parse(Path(file).read_text())
+    except (OSError, ValueError, SyntaxError):
+        return False
+    told: set[int] = set()
+    for node in ast.walk(source):
+        match node:
+            case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
+                told.update(map(id, ast.walk(kinds)))
+            case ast.Call(func=ast.Name(id="float")):
+                told.add(id(node.func))
+            case ast.arg(annotation=ast.expr() as kind) | ast.AnnAssign(annotation=kind):
+                told.update(map(id, ast.walk(kind)))
+            case ast.FunctionDef(returns=ast.expr() as kind) | ast.AsyncFunctionDef(returns=ast.expr() as kind):
+                told.update(map(id, ast.walk(kind)))
+    names = [node for node in ast.walk(source) if isinstance(node, ast.Name) and node.id == "float"]
+    return bool(names) and all(id(node) in told for node in names)

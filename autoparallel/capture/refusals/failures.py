@@ -263,9 +263,9 @@ def _explain_value(error: Exception, modules: list[nn.Module], line: str) -> tup
     if _DECIDES.search(line):
         return "Python takes a way that depends on a tensor's values", INSTEAD_OF_WAYS
     if _FLOAT.search(line):
-        return "a tensor's value is read into Python by float()", (
-            "write x.item() in the place of float(x), a number that may be computed with, asked (if n > 3), given to "
-            "operators, kept and returned; or keep it a tensor"
+        return "a number that no trace has is read into Python, of a tensor or one that the call draws,", (
+            "compute with x.item(), or float(x), by Python's arithmetic and functions such as math.exp, ask about it "
+            "(if n > 3), give it to operators, keep and return it; or keep it a tensor"
         )
     return "a tensor's value is read into Python", (
         "write x.item() in the place of int(x), of a whole number that decides no size; or keep it a tensor (no "

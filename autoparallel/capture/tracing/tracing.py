@@ -455,10 +455,11 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
 
 
 _IMPORTED = [
-    *((name, function, stand_in) for table in (OF_MATH, OF_NUMPY) for name, (function, stand_in) in table.items()),
-    *((name, function, stand_in) for _, name, function, stand_in in DRAWS),
+    *OF_MATH.values(),
+    *OF_NUMPY.values(),
+    *((function, stand_in) for _, _, function, stand_in in DRAWS),
 ]
-"""What modules may have imported from libraries, by its name, with what stands for it."""
+"""What modules may have imported from libraries, with what stands for it."""
 
 
 class _Replacements:

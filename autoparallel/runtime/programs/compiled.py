@@ -209,6 +209,7 @@ def find_regions(graph: fx.Graph) -> list[list[fx.Node]]:
     layers would not be alike.  A region computes the sizes that it needs itself, from tensors that it reads.
     """
     regions: list[list[fx.Node]] = []
+    _mark_shaped_by_functions(graph)
     for group in _groups(graph):
         end = group[-1].next
         for region, nodes in _in_order(group):
@@ -277,7 +278,23 @@ def _is_plain(node: fx.Node) -> bool:
         return True
     if node.target is operator.getitem:
         return _is_gather(node) or _is_plain(node.args[0])  # type: ignore[arg-type]
-    return getattr(node.target, "__module__", "") in _PYTHON
+    return _BY_FUNCTIONS in node.meta or getattr(node.target, "__module__", "") in _PYTHON
+
+
+_BY_FUNCTIONS = "shaped by functions"
+"""The mark of a call that is not compiled, as no backend computes the size that it makes."""
+
+
+def _mark_shaped_by_functions(graph: fx.Graph) -> None:
+    """Marks the calls that make a tensor of a size that is made of functions of numbers, as of
+    ``x[:, : math.ceil(math.sqrt(x.shape[1]))]``."""
+    numbers = _made_of_functions([node for node in graph.nodes if _is_size(node)])
+    expressions = [size.meta["val"].node.expr for size, dtype in numbers.items() if dtype == torch.float64]
+    for node in graph.nodes if expressions else ():
+        if not numbers.keys().isdisjoint(node.all_input_nodes) and is_tensor(node):
+            sizes = [size for size in node.meta["val"].shape if not isinstance(size, int)]
+            if any(size.node.expr.has(*expressions) for size in sizes):
+                node.meta[_BY_FUNCTIONS] = True
 
 
 def _is_size(node: fx.Node) -> bool:

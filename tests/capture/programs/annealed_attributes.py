@@ -110,7 +110,7 @@ def temperature_that_counts(run: Run) -> None:
     class Counting(Tempered):
         def forward(self, x: Tensor) -> Tensor:
             self.tau *= 0.95
-            return self.b(self.a(x)) * [1.0, 2.0, 3.0][int(2 * float(self.tau))]  # refused
+            return self.b(self.a(x)) * [1.0, 2.0, 3.0][int(2 * math.gamma(1 + self.tau))]  # refused
 
     over_lengths(run, Counting(), (6,) * 12)
 

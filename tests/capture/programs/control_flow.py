@@ -76,10 +76,12 @@ class BooleanIndexing(Two):
         return self.b(h[x.sum(-1) > 0]).sum(0)
 
 
-@program(refused=".")
+@program(ranks=True)
 class TensorToFloat(Two):
+    """As ``.item()``."""
+
     def forward(self, x: Tensor) -> Tensor:
-        scale = float(self.a.weight.abs().sum())  # refused
+        scale = float(self.a.weight.abs().sum())
         return self.a(x) / scale
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from random import random as draw
 from random import uniform
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.random import rand
+from numpy.random import uniform as draw_by_numpy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -224,10 +226,19 @@ class ChoosesByPython(Two):
         return random.choice((self.a, self.b))(x)  # refused
 
 
-@program(refused="item")
+@program(ranks=True, loop=seven_steps, observe=upcoming)
+class DrawsByOtherNames(Two):
+    """Functions that a module has imported under names of its own, and what is made a float once more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) * float(draw()) if float(draw()) < 0.6 else self.b(x)
+        return self.b(h) * float(draw_by_numpy())
+
+
+@program(refused="keep it a tensor")
 class FixesDraws(Two):
     def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) * float(random.random())  # refused
+        return self.a(x) * math.gamma(random.random())  # refused
 
 
 @program(refused="torch.where")
