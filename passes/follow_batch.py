@@ -242,7 +242,9 @@ class _Walk:
             return Partial if alone and self.grows(numbers[0]) else None
         if all(x == Invariant for x in operands):
             rows = self._open_dims(node)
-            return Invariant if not rows else Shard(rows[0]) if node.target in _ALIKE else None
+            # A row of the batch has its own random numbers, in whatever microbatch it is.
+            by_position = node.target is operators.draws.draw and rows == [0] and shape_of(node)[0].node.expr.is_Symbol
+            return Invariant if not rows else Shard(rows[0]) if by_position or node.target in _ALIKE else None
         if is_flex(node.target):  # its functions may read their own rows, which the rule does not know
             reads, places = [*arguments(node)["score_reads"], *arguments(node)["mask_reads"]], reads_of_rows(node)
             whole = {*arguments(node)["blocks"], *(x for i, x in enumerate(reads) if i not in places)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoparallel
+from autoparallel import operators
 from autoparallel.planner import planner
 
 VALUES = (0.1, 0.15, 0.2, 0.25, 0.3)
@@ -88,3 +90,14 @@ def test_the_ends_of_a_range_have_traces_of_their_own(traces: list[int]) -> None
     assert len(traces) == 4
     with pytest.raises(autoparallel.CaptureError, match="dropout probability has to be between 0 and 1"):
         model(x, 1.5)
+
+
+def test_microbatches_draw_what_the_batch_draws() -> None:
+    plain = Annealed(lambda h, x, n: F.dropout(h, n)).double()
+    model: Any = autoparallel.compile(copy.deepcopy(plain), loss_fn=F.mse_loss, microbatches=2)
+    torch.manual_seed(5)
+    for call, value in enumerate(VALUES):
+        x = torch.full((4, 8), 0.5 + call, dtype=torch.float64)
+        with operators.plain_randomness(operators.RandomState(5, call)):
+            expected = F.mse_loss(plain(x, value), x)
+        assert torch.allclose(model(x, value, x), expected, rtol=1e-12)
