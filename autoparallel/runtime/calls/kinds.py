@@ -7,7 +7,6 @@ together; from then on a call of it finds its program as soon as the ranks have 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,36 +32,29 @@ from autoparallel.graph.calls import (
     opened,
     without_numbers,
 )
-from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec, refusal
+from autoparallel.graph.captured import Captured, FailsUntraced, InputSpec, NumberSpec
 from autoparallel.graph.carried_attributes import (
     CARRIED,
     ChangesAttributesError,
     as_argument,
-    attributes_in,
     describe_attributes,
-    is_changed,
     label_of,
     number_of,
 )
-from autoparallel.graph.drawn_numbers import DrawsNumbersError, drawn_ahead
+from autoparallel.graph.drawn_numbers import DrawsNumbersError
 from autoparallel.graph.python_state import OF_INPUTS, PythonState
-from autoparallel.operators import RandomState
 from autoparallel.placements import Layout, format_layout
 from autoparallel.plan import Plan
+from autoparallel.runtime.calls.carried import Carried, fixes_numbers
 from autoparallel.runtime.calls.exchange import CHECKED_CALLS, Exchange
-from autoparallel.runtime.calls.numbers_set import NumbersSet
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.programs.pipeline import PipelineRunner
 from autoparallel.runtime.programs.runner import Runner
 from autoparallel.runtime.ranks.agreement import Agreement
-from autoparallel.runtime.ranks.randomness import STREAM
 from autoparallel.text import LOGGER
 
 ReadCall = Callable[[], tuple[Call, str | None]]
 """Reads a call, and why this rank cannot make it, if it cannot."""
-
-_MOST_VALUES = 8
-"""Of so many values of an attribute that calls change each may have a trace of its own."""
 
 MANY_VALUES = 3
 """Of so many changes of one value of Python's a call is advised to read a tensor instead."""
@@ -165,16 +157,14 @@ class Kinds:
     Attributes:
         plan: of the first kind; None before.
         calls: how many calls in training mode the model has had.
-        carried: the attributes of the model that calls read and change, by label, each with a value that a call made.
-        draws: how many numbers calls are given to draw, by which some of them go on, by what they are drawn from.
+        carried: what calls are given beside their inputs.
     """
 
     def __init__(self, maker: KindMaker, exchange: Exchange) -> None:
         self.maker, self.exchange, self.store = maker, exchange, maker.store
         self.plan: Plan | None = None
         self.calls = 0
-        self.carried: dict[str, Any] = {}
-        self.draws: dict[str, int] = {}
+        self.carried = Carried(exchange)
         self._kinds: dict[Key, list[Kind]] = {}  # of calls whose sizes the model is answered about in several ways
         self._ready: dict[object, Kind] = {}  # by kind and shapes: calls whose sizes are known to fit
         self._structures: dict[object, int] = {}
@@ -182,9 +172,6 @@ class Kinds:
         self._next: dict[Key, int] = {}  # of a kind: in which of these the call after its first one finds Python
         self._forms: dict[object, list[tuple[int | float, ...]]] = {}  # by form: sizes and numbers of such calls
         self._fixing: set[object] = set()  # forms of calls whose numbers the model fixes
-        self._changed_at: dict[str, str] = {}  # by label: the lines that change what is carried
-        self._numbers = NumbersSet()
-        self._fixed: dict[str, dict[float | str, str]] = {}  # by label: what had a trace of its own, and the line
         self._noted: set[str] = set()  # why sizes have kinds of their own, as far as it has been said
         self.store.before_backward = self._agree_on_backward
 
@@ -205,14 +192,6 @@ class Kinds:
             tuple([first.setdefault(id(buffer), place) for place, buffer in buffers]),
         )
         return self._structures.setdefault(structure, len(self._structures))
-
-    def draw_ahead(self) -> dict[str, tuple[float, ...]]:
-        """The numbers that a call is given to draw: on every rank those that the first rank would draw."""
-        if not self.draws:
-            return {}
-        drawn = drawn_ahead(self.draws, RandomState(*STREAM.place()))
-        numbers = iter(self.exchange.of_first([number for numbers in drawn.values() for number in numbers]))
-        return {source: tuple(itertools.islice(numbers, count)) for source, count in self.draws.items()}
 
     # -- before a call and before a backward ------------------------------------------------------------------------
 
@@ -306,93 +285,58 @@ class Kinds:
         Args:
             read: is called again where the call turns out to change what it reads, and is given that from then on.
         """
-        call, problem = read()
-        with self.without_casts(call):
-            keyed = self.agree(call, problem)
-            if (kind := self._ready_for(keyed)) is not None:
-                return call, kind
-            search = self._search(keyed)
-            kind, started = search.kind, time.perf_counter()
-            if kind is None and (numbers := self._numbers_set(search)):
-                self.carried.update(numbers)
-                self._note_carried(call, read()[0])
-                return self.of(read)
-            try:
-                if kind is None:
-                    # What is made now is used for training, too; what the loop does to saved tensors, or counts (as
-                    # FlopCounterMode does), is not for dry runs.
-                    with (
-                        torch.inference_mode(False),
-                        _torch.autograd.saved_as_they_are(),
-                        _torch.export.without_modes(),
-                    ):
-                        kind = self.maker.make_kind(search.call, search.trace)
-                    self._require_open(kind.runner.captured, search)
-                    self._add(kind, search, started)
-                    self._leave_numbers(kind.runner.captured, search.call)
-            except ChangesAttributesError as error:
-                if error.values.keys() <= self.carried.keys():
-                    raise CaptureError(str(error)) from None
-                self.carried.update(error.values)
-                self._changed_at.update(error.lines)
-            except DrawsNumbersError as error:
-                self.draws[error.source] = error.count
-                return self.of(read)
-            except FailsUntraced as error:
-                if error.raised_by_model is None:
-                    raise
-                error.raised_by_model.add_note(f"Raised by the model itself, before anything was computed: {error}")
-                raise error.raised_by_model from None
-            else:
-                kind.runner.require_fits(search.call)
-                self._ready[keyed.sized] = kind
-                self._note(search.call)
-                # What was on the meta device until the first kind was made has its values now.
-                is_late = self.carried and any(isinstance(x, torch.Tensor) and x.is_meta for x in call.leaves)
-                return read()[0] if is_late else call, kind
-        self._note_carried(call, read()[0])
-        return self.of(read)
+        while True:
+            call, problem = read()
+            with self.without_casts(call):
+                keyed = self.agree(call, problem)
+                if (kind := self._ready_for(keyed)) is not None:
+                    return call, kind
+                search = self._search(keyed)
+                kind, started = search.kind, time.perf_counter()
+                if kind is None and self._is_given_numbers(search):
+                    self._note_carried(call, read()[0])
+                    continue
+                try:
+                    if kind is None:
+                        # What is made now is used for training, too; what the loop does to saved tensors, or counts (as
+                        # FlopCounterMode does), is not for dry runs.
+                        with (
+                            torch.inference_mode(False),
+                            _torch.autograd.saved_as_they_are(),
+                            _torch.export.without_modes(),
+                        ):
+                            kind = self.maker.make_kind(search.call, search.trace)
+                        self.carried.require_open(kind.runner.captured, search.call, self._captured_before(search.key))
+                        self._add(kind, search, started)
+                        self.carried.drop_fixed(kind.runner.captured, search.call)
+                except ChangesAttributesError as error:
+                    self.carried.add_changed(error)
+                except DrawsNumbersError as error:
+                    self.carried.draws[error.source] = error.count
+                    continue
+                except FailsUntraced as error:
+                    if error.raised_by_model is None:
+                        raise
+                    error.raised_by_model.add_note(f"Raised by the model itself, before anything was computed: {error}")
+                    raise error.raised_by_model from None
+                else:
+                    kind.runner.require_fits(search.call)
+                    self._ready[keyed.sized] = kind
+                    self._note(search.call)
+                    # What was on the meta device until the first kind was made has its values now.
+                    is_late = self.carried.values and any(
+                        isinstance(x, torch.Tensor) and x.is_meta for x in call.leaves
+                    )
+                    return read()[0] if is_late else call, kind
+            self._note_carried(call, read()[0])
 
-    def _numbers_set(self, search: KindSearch) -> dict[str, Any]:
-        """The numbers of the model that the loop has set since the last call of this kind, with what they were."""
-        if search.trace is not None:
-            return {}
-        states = self._states.get(search.key.call, [])
-        return self._numbers.look(states, search.call.values, self.maker.model, self.maker.loss_fn)
+    def _is_given_numbers(self, search: KindSearch) -> bool:
+        """Whether calls are given more from now on: numbers that the loop has set since the last of this kind."""
+        states = self._states.get(search.key.call, []) if search.trace is None else []
+        return self.carried.add_set(states, search.call, self.maker.model, self.maker.loss_fn)
 
-    def _leave_numbers(self, captured: Captured, call: Call) -> None:
-        """Has calls read by themselves those numbers that the loop sets and the model fixes."""
-        for label in self._numbers.leave(captured, _fixes(captured, call), self.carried, self._changed_at):
-            del self.carried[label]
-
-    def _require_open(self, captured: Captured, search: KindSearch) -> None:
-        """Raises where all calls so far fix a number that they change: each would be of another kind."""
-        key = search.key
-        before = [kind.runner.captured for k in {key, replace(key, sizes=None)} for kind in self._kinds.get(k, ())]
-        for label, line in captured.pinned.items():
-            if label in captured.attributes and len(before) >= _MOST_VALUES and all(label in x.pinned for x in before):
-                what = f"every call changes {label}, a number, and fixes what it computes by it"
-                cure = "make it a registered buffer (self.n += 1 works on a tensor), and take torch's functions of it"
-                raise refusal(what, line, f"{cure} (torch.cos), or pass it in")
-        self._require_few_values(captured, search.call)
-
-    def _require_few_values(self, captured: Captured, call: Call) -> None:
-        """Raises where the floats or strings that a call changes have had many values, each with a trace of its own."""
-        _, others = attributes_in(call.specs, call.in_spec)
-        for label, spec in others.items():
-            value = spec.value if isinstance(spec, NumberSpec) and _fixes(captured, call) else spec
-            if not isinstance(value, float | str) or not is_changed(label, captured.attributes):
-                continue
-            values = self._fixed.setdefault(label, {})
-            values.setdefault(value, next(reversed(captured.fixed), ""))
-            if len(values) > _MOST_VALUES:
-                what = (
-                    f"calls change {label}, and each of the {len(values)} values that it has had needs its own trace,"
-                )
-                line = next(filter(None, values.values()), self._changed_at.get(label, "an unknown line"))
-                cure = "make it a registered buffer (self.x *= 0.9 works on a tensor)"
-                cure = "set it outside of forward" if isinstance(value, str) else cure
-                raise refusal(what, line, f"{cure}, or pass it in")
+    def _captured_before(self, key: Key) -> list[Captured]:
+        return [kind.runner.captured for k in {key, replace(key, sizes=None)} for kind in self._kinds.get(k, ())]
 
     def _search(self, keyed: KeyedCall) -> KindSearch:
         """Looks for the kind of a call among those that there are."""
@@ -421,14 +365,14 @@ class Kinds:
     def _ready_for(self, keyed: KeyedCall) -> Kind | None:
         """The kind of a call whose sizes are known to fit, and whose numbers do."""
         ready = self._ready.get(keyed.sized)
-        if ready is None or self.carried:
+        if ready is None or self.carried.values:
             return ready and _first_fitting([ready], keyed.call)
         return ready if numbers_fit(ready.runner.captured, keyed.call.specs) else None
 
     def _note_carried(self, before: Call, call: Call) -> None:
         """Keeps what calls before have had of sizes, and what this one makes of the attributes that it is given now:
         that they change is known."""
-        after = changing_of(describe_attributes(as_argument(self.carried)))
+        after = changing_of(describe_attributes(as_argument(self.carried.values)))
         history = self._forms.get(self._form(before), [changing_of(without_numbers(before.specs))])
         history = [(*sizes[: len(changing_of(call.specs)) - len(after)], *after) for sizes in history]
         if all(len(sizes) == len(changing_of(call.specs)) for sizes in history):  # of their first kinds still
@@ -455,7 +399,7 @@ class Kinds:
         states = self._states.setdefault(key.call, [])
         changes = [(label, state) for state in states if (label := state.changed(call.values)) is not None]
         self.plan = self.plan or kind.plan
-        if _fixes(kind.runner.captured, call):
+        if fixes_numbers(kind.runner.captured, call):
             self._fixing.add(self._form(call))
             key = self._key(replace(call, specs=without_numbers(call.specs)))
             states = self._states.setdefault(key.call, [])
@@ -495,12 +439,6 @@ def _describe_input(path: Sequence[Any], spec: InputSpec | Any, layout: Layout |
     if isinstance(spec, InputSpec):
         return f"{name} {number_of(spec.shape)}"
     return repr(spec.value if isinstance(spec, NumberSpec) else spec)
-
-
-def _fixes(captured: Captured, call: Call) -> bool:
-    """Whether a model fixes the numbers of a call that were to be open."""
-    numbers = [i for i, spec in enumerate(call.specs) if isinstance(spec, NumberSpec) and not spec.is_drawn]
-    return bool(numbers) and numbers[0] not in captured.numbers
 
 
 def _first_fitting(kinds: Sequence[Kind], call: Call) -> Kind | None:

@@ -67,9 +67,9 @@ class CallReader:
             )
         with_target = self.has_loss_fn and len(args) > 0 and self._binds(args[:-1], kwargs)
         caches: list[Any] = []
-        carried, problem = self._read_attributes() if self.kinds.carried else ({}, None)
+        carried, problem = self._read_attributes() if self.kinds.carried.values else ({}, None)
         argument = as_argument(carried)
-        drawn = self.kinds.draw_ahead()
+        drawn = self.kinds.carried.draw_ahead()
         more = [*describe_attributes(argument), *describe_draws(drawn)]
         beside: dict[str, Any] = ({CARRIED: argument} if carried else {}) | ({DRAWS: drawn} if drawn else {})
         leaves, in_spec = flatten((args, {**kwargs, **beside} if beside else kwargs), caches)
@@ -114,7 +114,7 @@ class CallReader:
         be given to a call."""
         carried: dict[str, Any] = {}
         problem: str | None = None
-        for label in self.kinds.carried:
+        for label in self.kinds.carried.values:
             value = attribute_at(self.plain, label, self.kinds.maker.loss_fn)
             if value is MISSING and is_entry(label):  # the loop has emptied the container
                 continue
