@@ -27,12 +27,24 @@ _PLAIN = (bool, int, float, str, tuple)  # attributes that tell modules apart
 
 
 def captured(
-    model: nn.Module, *args: Any, loss_fn: Any = None, least_batch: int = 8, options: Any = None, **kwargs: Any
+    model: nn.Module,
+    *args: Any,
+    loss_fn: Any = None,
+    least_batch: int = 8,
+    options: Any = None,
+    values: bool = False,
+    **kwargs: Any,
 ) -> Captured:
-    """The graph of one call of a model; ``options`` are further ones of ``capture``."""
+    """The graph of one call of a model.
+
+    Args:
+        options: further settings of a capture.
+        values: whether the values of the inputs are at hand.
+    """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     specs, rows = describe_inputs(leaves)
-    return capture(model, specs, spec, CaptureSettings(least_batch, rows, loss_fn=loss_fn, **(options or {})))
+    settings = CaptureSettings(least_batch, rows, loss_fn=loss_fn, **(options or {}))
+    return capture(model, specs, spec, settings, leaves if values else ())
 
 
 def draft(model: nn.Module, call: Call, request: Request) -> Draft:

@@ -39,7 +39,7 @@ def batch(*lengths: int, rows: int = 4) -> tuple[Tensor, Tensor]:
 @pytest.mark.wide
 def test_only_the_input_that_is_read_is_kept() -> None:
     leaves = batch(3, 4)
-    graph = captured(Splits().double(), *leaves, options={"leaves": leaves})
+    graph = captured(Splits().double(), *leaves, values=True)
     read = graph.state.inputs[0]
     assert graph.state.read_of(leaves) == (None, leaves[1])
     assert [value.value for value in read.reads] == [(int, 3), (int, 4)]
@@ -55,7 +55,7 @@ def test_what_is_read_is_planned_without_ranks() -> None:
 
 def test_of_many_numbers_none_is_read_while_sizes_are_open() -> None:
     leaves = batch(*[1] * 3, *[0] * 20, 4)
-    graph = captured(Splits().double(), *leaves, options={"leaves": leaves})
+    graph = captured(Splits().double(), *leaves, values=True)
     assert not graph.batches and [kind for kind, _ in (read.value for read in graph.state.inputs[0].reads)] == [list]
 
 

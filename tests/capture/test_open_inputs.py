@@ -289,3 +289,14 @@ def test_a_number_that_the_model_compares_has_a_trace_for_each_answer() -> None:
     results = results_of(Compared, [((4, 6), s / 10, 1) for s in range(1, 5)])
     (message,) = results["messages"]
     assert results["traces"] == 3 and "what the model asks" in message, results
+
+
+class Counted(Scaled):
+    def forward(self, x: Tensor, scale: float, step: int) -> Tensor:
+        return super().forward(x, scale, sum(2 for k in range(3, 20) if step > k))
+
+
+@pytest.mark.wide
+def test_many_answers_are_named() -> None:
+    results = results_of(Counted, [((4, 6), 0.5, s) for s in range(1, 20)])
+    assert [m for m in results["messages"] if "16 traces by now" in m], results

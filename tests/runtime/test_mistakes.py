@@ -35,7 +35,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "too wide": (lambda: compiled()(torch.ones(8, 7), Y), "Sequential cannot be captured at 0, a Linear\n"),
     "a target of another size": (lambda: compiled()(X, Y[:4]), "cannot be captured at its loss function\n"),
     "a loss that reads": (
-        lambda: compiled(loss_fn=lambda out, y: float(F.cross_entropy(out, y)))(X, Y),
+        lambda: compiled(loss_fn=lambda out, y: int(F.cross_entropy(out, y)))(X, Y),
         "cannot be captured at its loss function, ",
     ),
     "no loss": (lambda: compiled(loss_fn=None)(X, Y), "cannot be captured at its call\nTypeError: .*compile(loss_fn="),

@@ -46,11 +46,11 @@ class Checked(nn.Module):
                 raise WrongRows(kind) from None
         if kind == "traced":
             try:
-                return x * float(x.sum())
+                return x * int(self.layer(x).sum())
             except RuntimeError as error:
                 raise ValueError("traced") from error
-        if kind == "values" and x.sum().item() > 3.0:
-            x = x.flip(0) if x.sum().item() > 4.0 else x[: int(x.sum())]
+        if kind == "values":
+            x = x[: int(self.layer(x).sum())]
         out: Tensor = self.layer(x)
         return out
 

@@ -60,6 +60,16 @@ MANY_VALUES = 3
 """Of so many changes of one value of Python's a call is advised to read a tensor instead."""
 
 
+MANY_KINDS = (16, 64, 256, 1024)
+"""At so many traces of calls that one could serve, but for what the model asks, the user is told."""
+
+MANY_ANSWERS = (
+    "calls with inputs alike have %d traces by now, each of them kept with its program: one for each set of answers to "
+    "what the model asks of sizes, and of numbers that it draws or changes; ask less in forward (a layerdrop of 0), or "
+    "give fewer lengths"
+)
+
+
 def submodules(model: nn.Module) -> tuple[nn.Module, ...]:
     """A model and its submodules, in the order of ``model.modules()``, in a fraction of its time."""
     listed: dict[nn.Module, None] = {}
@@ -417,7 +427,10 @@ class Kinds:
                 level, "inputs of shapes %s were %s once more, in %.1f s, and so will others be: %s",
                 list(call.sizes), "captured and planned" if search.trace is None else "planned", seconds, why,
             )  # fmt: skip
-        self._kinds.setdefault(key, []).append(kind)
+        kinds = self._kinds.setdefault(key, [])
+        kinds.append(kind)
+        if len(kinds) in MANY_KINDS:
+            LOGGER.warning(MANY_ANSWERS, len(kinds))
         if (of_next := kind.runner.captured.next_state) is not None:
             number = self._next.setdefault(replace(key, sizes=None), len(states))
             states[number:] = states[number:] or [PythonState()]
