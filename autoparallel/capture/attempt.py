@@ -12,6 +12,7 @@ there, too, so that it may meet what is on the device.
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
@@ -60,7 +61,7 @@ from autoparallel.capture.training import Training
 from autoparallel.capture.user_warnings import only_the_users
 from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec
 from autoparallel.graph.carried_attributes import ChangesAttributesError, without_attributes
-from autoparallel.graph.drawn_numbers import TORCH
+from autoparallel.graph.drawn_numbers import CHECKS, TORCH
 from autoparallel.graph.hooks import HookTemplate, require_full_hooks
 from autoparallel.graph.layers import find_runs, is_checkpointed, layer_of
 from autoparallel.graph.lines import first_line, line_of
@@ -317,7 +318,7 @@ class Attempt:
             CaptureError: when the model cannot be captured.
         """
         require_full_hooks(self.model)
-        before, settings = torch.is_grad_enabled(), self.settings
+        before, numbers, settings = torch.is_grad_enabled(), random.getstate(), self.settings
         torch.set_grad_enabled(settings.gradients)
         cast = torch.autocast(settings.device, settings.autocast, enabled=settings.autocast is not None)
         try:
@@ -333,6 +334,8 @@ class Attempt:
             self.reads_values |= has_unknown_sizes(self.mode) or any(run.reads_values for run in self.rehearsals)
             torch.set_grad_enabled(before)
             self._reads.forget_cached()
+            if self._reads.checks:  # which were drawn in the trace, too
+                random.setstate(numbers)
             for recorder in self.copies.recorders:
                 recorder.close()
         captured.runs = find_runs(captured.graph)
@@ -406,7 +409,7 @@ class Attempt:
                 raise _with_line(error, self.copies.make(), self._make_reads(), self.run) from None
             except ChangesAttributesError as error:
                 raise self._with_lines(error) from None
-            written = whole.recorder.written
+            checks, written = reads.checks, whole.recorder.written
             if any(value.fills for value in written.values()) and not failed and not self.may_read:
                 self._of_next = self._read_of_next(written)
         asks = bool(self.rehearsals[0].questions)
@@ -437,6 +440,8 @@ class Attempt:
             captured.next_state = state_of_next(captured.state, self._of_next, written)
         if failed is None:  # else all of the model was traced
             captured.drawn = self.rehearsals[0].counts
+        if checks:
+            captured.drawn = {**captured.drawn, CHECKS: checks}
         if stacks and (inputs := self.rehearsals[0].inputs) is not None:  # of layers that are not traced, too
             captured.state.inputs.append(inputs.taken())
         return captured

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,13 @@ DRAWS = "numbers that the call draws"
 RANDOM, NUMPY, TORCH = "Python's random", "numpy.random", "torch.rand([])"
 """What they are drawn from."""
 
+CHECKS = "beartype"
+"""What draws from Python's, too, by which only the type of some item is looked at."""
+
 _GENERATORS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[], float]]] = {
     RANDOM: (random.getstate, random.setstate, random.random),
     NUMPY: (np.random.get_state, np.random.set_state, np.random.random_sample),
+    CHECKS: (random.getstate, random.setstate, partial(random.getrandbits, 32)),
 }
 
 

@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import threading
+import time
 import types
 import warnings
 from collections import deque
@@ -66,9 +67,12 @@ def _key_id(key: Any) -> int:
     return key if type(key) is int else id(key)
 
 
-def _other_threads() -> list[str]:
-    """The names of threads that may draw from the generators while the model runs."""
-    return [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+def _drawing_threads() -> list[str]:
+    """The names of other threads, where one of them draws from Python's generator at the moment."""
+    before = random.getstate()
+    time.sleep(0.02)
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    return others if random.getstate() != before else []
 
 
 def _leave(value: Any) -> None:
@@ -121,6 +125,9 @@ class GlobalsRead:
         owners: objects whose methods run, but which are no part of the model: the trainer of a bound loss function.
         packages: the installed packages that the model's classes come from; what others hold is no state of its.
         model: the user's.
+
+    Attributes:
+        checks: how often beartype has drawn.
     """
 
     def __init__(self, owners: tuple[Any, ...], packages: frozenset[str], model: torch.nn.Module) -> None:
@@ -134,9 +141,11 @@ class GlobalsRead:
         self._closures: set[Hashable] = set()
         self._caches: list[Any] = []
         self._problem = ""
+        self.checks = 0
 
     def __enter__(self) -> GlobalsRead:
         self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._expected, self._draws, self.checks = self._python, False, 0
         self._before = sys.getprofile()
         self._uncollected = collected_rarely(0)  # nothing that a garbage collection calls runs for the model
         self._uncollected.__enter__()
@@ -162,8 +171,9 @@ class GlobalsRead:
             root.restore()
         if kind is None or issubclass(kind, Exception) and not issubclass(kind, CaptureError):
             if drawn:
+                threads = _drawing_threads()
                 raise StateChangedError(
-                    lambda line: refused_draw(" and ".join(drawn), line, _other_threads()),
+                    lambda line: refused_draw(" and ".join(drawn), line, threads),
                     lambda _, reads: bool(reads.drawn()),
                 )
             if changed:
@@ -179,7 +189,7 @@ class GlobalsRead:
 
     def drawn(self) -> list[str]:
         """The generators that have been drawn from."""
-        drawn = ["Python's random"] * (random.getstate() != self._python)
+        drawn = ["Python's random"] * (self._draws or random.getstate() != self._expected)
         return drawn + ["numpy.random"] * (freeze(np.random.get_state()) != freeze(self._numpy))
 
     def has_changed(self, key: Hashable) -> bool:
@@ -212,8 +222,10 @@ class GlobalsRead:
 
     # -- while functions run ----------------------------------------------------------------------------------------
 
-    def _hook(self, frame: types.FrameType, event: str, _: Any) -> None:
+    def _hook(self, frame: types.FrameType, event: str, function: Any) -> None:
         if event != "call":
+            if isinstance(getattr(function, "__self__", None), random.Random):
+                self._pass_over(frame, event)
             return
         code = frame.f_code
         entry = self._codes.get(id(code))
@@ -239,6 +251,16 @@ class GlobalsRead:
                 label = owner.__name__ if isinstance(owner, type) else type(owner).__name__
                 for chain in loads.first:
                     self._add_chain(label, owner, chain, frame)
+
+    def _pass_over(self, frame: types.FrameType, event: str) -> None:
+        """Takes a draw as none that beartype makes, which checks the type of one item of a container."""
+        if not frame.f_code.co_filename.startswith("<@beartype("):
+            return
+        if event == "c_call":
+            self._draws |= random.getstate() != self._expected
+        else:
+            self._expected = random.getstate()
+            self.checks += 1
 
     def _is_foreign(self, frame: types.FrameType) -> bool:
         """Whether a function is of a package that has nothing to do with the model: what a garbage collection calls."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -275,3 +276,30 @@ class MethodOfAGenerator(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) * self.draw()  # refused
+
+
+_CHECKED = """
+def checked(function):
+    def check(module, rows):
+        if not isinstance(rows[getrandbits(32) % len(rows)], Tensor):
+            raise TypeError("rows")
+        return function(module, rows)
+    return check
+"""
+
+
+def beartype(function: Any) -> Any:
+    """What that decorator makes of a function with a list: each call checks the type of one item that it draws."""
+    names: dict[str, Any] = {"getrandbits": random.getrandbits, "Tensor": Tensor}
+    exec(compile(_CHECKED, "<@beartype(rows) at 0x1>", "exec"), names)
+    return names["checked"](function)
+
+
+@program(ranks=True)
+class ChecksTypes(Two):
+    @beartype
+    def add_up(self, rows: list[Tensor]) -> Tensor:
+        return torch.stack(rows).sum(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.add_up([self.a(x), x, x * 2]))
