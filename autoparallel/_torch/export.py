@@ -130,8 +130,16 @@ def is_unknown(truth: torch.SymBool, numbers: Collection[sympy.Symbol]) -> bool:
     Args:
         numbers: the symbols of those that a call is given.
     """
-    is_given = free_unbacked_symbols(truth) <= {*numbers}
-    return not is_given and truth.node.shape_env._maybe_evaluate_static(truth.node.expr) is None
+    return is_read(truth, numbers) and truth.node.shape_env._maybe_evaluate_static(truth.node.expr) is None
+
+
+def is_read(number: Any, numbers: Collection[sympy.Symbol]) -> bool:
+    """Whether a number of a trace is made of what is read of tensors.
+
+    Args:
+        numbers: the symbols of those that a call is given.
+    """
+    return not free_unbacked_symbols(number) <= {*numbers}
 
 
 def has_values(number: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from autoparallel import _torch
 from autoparallel.graph.captured import CaptureError, InputSpec
 from autoparallel.graph.changed_arguments import ENTRIES
 from autoparallel.graph.labels import is_entry, split_entry
@@ -70,7 +71,11 @@ def _form_of(value: Any) -> Any:
         return torch.empty([int(size) for size in value.shape], dtype=value.dtype, device="meta")
     if isinstance(value, torch.SymFloat):  # perhaps of another one that is open
         return 0.0
-    return int(value) if isinstance(value, torch.SymInt) else value
+    if isinstance(value, torch.SymBool):
+        return False
+    if isinstance(value, torch.SymInt):
+        return 0 if _torch.export.has_values(value) else int(value)
+    return value
 
 
 def may_be_carried(value: Any) -> bool:
@@ -79,7 +84,7 @@ def may_be_carried(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return not value.requires_grad
     return (
-        isinstance(value, torch.SymInt | torch.SymFloat)
+        isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
         or is_plain(value)
         and not (type(value) is int and abs(value) >= _LARGEST)
     )

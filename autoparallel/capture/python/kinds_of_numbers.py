@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -66,15 +66,29 @@ def _divmod(x: Any, y: Any, /) -> Any:
 
 def _max(*values: Any, **options: Any) -> Any:
     """As ``max``, which asks which number is the larger one."""
-    return functools.reduce(torch.sym_max, values) if _are_open(values) else max(*values, **options)
+    return _reduce(torch.sym_max, max, values, options)
 
 
 def _min(*values: Any, **options: Any) -> Any:
     """As ``min``."""
-    return functools.reduce(torch.sym_min, values) if _are_open(values) else min(*values, **options)
+    return _reduce(torch.sym_min, min, values, options)
 
 
-def _are_open(values: tuple[Any, ...]) -> bool:
+def choose(of_two: Any, x: Any, y: Any) -> Any:
+    """The larger or the smaller one of two numbers, where no trace says otherwise (see ``tracing.numbers_read``)."""
+    return of_two(x, y)
+
+
+def _reduce(of_two: Any, original: Any, values: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    if len(values) == 1 and isinstance(values[0], list | tuple | Generator):
+        values = ([*values[0]],)
+    numbers = values[0] if len(values) == 1 and isinstance(values[0], list) else values
+    if options.keys() <= {"default"} and _are_open(numbers):
+        return functools.reduce(lambda x, y: choose(of_two, x, y), numbers)
+    return original(*values, **options)
+
+
+def _are_open(values: Sequence[Any]) -> bool:
     """Whether some numbers are known only when the program runs, at least one of them."""
     kinds = {*map(type, values)}
     return len(values) > 1 and torch.SymFloat in kinds and kinds <= {torch.SymFloat, torch.SymInt, float, int}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autoparallel import _torch
+from autoparallel.capture.python import kinds_of_numbers
 from autoparallel.capture.tracing.trace import Trace, listening, refuse
 from autoparallel.graph.captured import note_raised
 
@@ -37,14 +38,51 @@ def _listened_to(tolist: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     return method
 
 
-def _require_another(differs: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """What stands for ``!=`` of numbers: of one and the same the trace says no, without asking whether it is NaN."""
+def _require_another(compares: Callable[[Any, Any], Any], sign: str) -> Callable[[Any, Any], Any]:
+    """What stands for a comparison of numbers: of one and the same a trace says what holds but for NaN."""
 
     def method(self: torch.SymFloat, other: Any) -> Any:
+        trace = listening()
         by_torch = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
-        if other is self and not by_torch and listening() is not None and _torch.export.has_values(self):
-            raise refuse("the model asks whether a number that it reads of a tensor is NaN (n != n)", _OF_NAN)
-        return differs(self, other)
+        if trace is not None and not by_torch and _is_same(self, other) and _torch.export.is_read(self, trace.numbers):
+            raise refuse(f"the model asks whether a number that it reads of a tensor is NaN (n {sign} n)", _OF_NAN)
+        return compares(self, other)
+
+    return method
+
+
+def _is_same(x: torch.SymFloat, other: Any) -> bool:
+    return other is x or isinstance(other, torch.SymFloat) and bool(other.node.expr == x.node.expr)
+
+
+def _choose(of_two: Callable[..., Any], x: Any, y: Any) -> Any:
+    """The larger or the smaller one of two numbers, as Python chooses it: the second one where it is, which NaN is not.
+    What torch chooses does not tell which one came first."""
+    trace = listening()
+    if trace is None or not any(_torch.export.is_read(number, trace.numbers) for number in (x, y)):
+        return of_two(x, y)
+    first, second = (torch.scalar_tensor(torch.sym_float(number), dtype=torch.float64) for number in (x, y))
+    is_second = second > first if of_two is torch.sym_max else second < first
+    return torch.ops.aten.item.default(torch.where(is_second, second, first))
+
+
+def _equals(compares: Callable[[Any, Any], Any], *, holds: bool) -> Callable[[Any, Any], Any]:
+    """What stands for a comparison of answers, which torch has for those of sizes only.
+
+    Args:
+        holds: what it is of equal ones.
+    """
+
+    def method(self: torch.SymBool, other: Any) -> Any:
+        trace = listening()
+        if not isinstance(other, torch.SymBool | bool) or trace is None:
+            return compares(self, other)
+        if not any(_torch.export.is_read(answer, trace.numbers) for answer in (self, other)):
+            return compares(self, other)
+        if isinstance(other, bool):
+            return self if other == holds else torch.sym_not(self)
+        either, both = self | other, self & other
+        return both | torch.sym_not(either) if holds else either & torch.sym_not(both)
 
     return method
 
@@ -58,6 +96,12 @@ READS: dict[Any, Callable[..., Any]] = dict.fromkeys(
 
 NAMES: tuple[tuple[Any, str, Any], ...] = (
     *((cls, "tolist", _listened_to(vars(cls)["tolist"])) for cls in _torch.export.TRACED),
-    (torch.SymFloat, "__ne__", _require_another(vars(torch.SymFloat)["__ne__"])),
+    *(
+        (torch.SymFloat, name, _require_another(vars(torch.SymFloat)[name], sign))
+        for name, sign in (("__ne__", "!="), ("__eq__", "=="), ("__le__", "<="), ("__ge__", ">="))
+    ),
+    (kinds_of_numbers, "choose", _choose),
+    (torch.SymBool, "__eq__", _equals(torch.SymBool.__eq__, holds=True)),
+    (torch.SymBool, "__ne__", _equals(torch.SymBool.__ne__, holds=False)),
 )
 """What has no door but its name."""

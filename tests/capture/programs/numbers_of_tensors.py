@@ -148,6 +148,71 @@ def average_of_numbers(run: Run) -> None:
     over_lengths(run, Averaging(), (6,) * 6)
 
 
+@loop(ranks=True)
+def counts_of_numbers(run: Run) -> None:
+    """Whole numbers and answers that a call reads of tensors are carried to the next."""
+
+    class Counting(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total, self.positive = 0, False
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            if self.positive:
+                h = h * 2
+            self.total += (h > 0).sum().item()
+            self.positive = h.sum().item() > 0
+            return self.b(h if self.total > 40 else h + 1) * self.total
+
+    over_lengths(run, Counting(), (6,) * 6)
+
+
+@program(batch=signed, ranks=True)
+class ChoosesBesideNaN(Two):
+    """Python's ``max(1.0, n)`` is 1 where ``n`` is NaN, and ``max(n, 1.0)`` is NaN."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[float]]:
+        h = self.a(x)
+        none, most = (h.sum() * torch.nan).item(), h.abs().max().item()
+        chosen = [max(none, 1.0), max(1.0, none), min(none, most), min(most, none), max(0.5, most, none)]
+        return self.b(h) * min(1.0, none), chosen
+
+
+@program(batch=signed, ranks=True)
+class ChoosesOfAList(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        norms = [h.norm().item() for h in (self.a(x), x)]
+        return self.b(self.a(x)) * max(norms) / min(n for n in norms)
+
+
+@program(batch=signed, ranks=True)
+class ComparesAnswers(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rises = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        is_large, rises = h.norm().item() > 3, h.sum().item() > 0
+        if is_large != rises:
+            h = h * 2
+        if (self.rises == rises) == True:  # noqa: E712
+            h = h + 1
+        self.rises = rises
+        return self.b(h)
+
+
+@program(batch=signed, refused="ask the tensor")
+class AsksForNoNaN(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        norm = h.norm().item()
+        if norm == norm:  # refused
+            h = h / norm
+        return self.b(h)
+
+
 @program(batch=signed, refused="keep it a tensor")
 class CutsByANumber(Two):
     def forward(self, x: Tensor) -> Tensor:
