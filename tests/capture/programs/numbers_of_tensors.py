@@ -203,6 +203,22 @@ class ComparesAnswers(Two):
         return self.b(h)
 
 
+@program(batch=signed, refused="index by a tensor that has a dim")
+class IndexesByATensor(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h + h[h[:, 0].argmax()])  # refused
+
+
+@program(batch=signed, ranks=True)
+class IndexesByATensorWithADim(Two):
+    """The cure of the one above."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h + h[h[:, 0].argmax().view(1)].squeeze(0))
+
+
 @program(batch=signed, refused="ask the tensor")
 class AsksForNoNaN(Two):
     def forward(self, x: Tensor) -> Tensor:
