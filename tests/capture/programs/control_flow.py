@@ -92,10 +92,10 @@ class TensorToNumpy(Two):
         return self.a(x).gather(1, torch.from_numpy(order))
 
 
-@program(refused=".")
+@program()
 class TensorToList(Two):
     def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) * max(x[0].tolist())  # refused
+        return self.a(x) * max(x[0].tolist())
 
 
 @program(ranks=True)
