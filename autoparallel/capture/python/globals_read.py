@@ -224,7 +224,7 @@ class GlobalsRead:
 
     def _hook(self, frame: types.FrameType, event: str, function: Any) -> None:
         if event != "call":
-            if isinstance(getattr(function, "__self__", None), random.Random):
+            if event in ("c_call", "c_return") and issubclass(type(getattr(function, "__self__", None)), random.Random):
                 self._pass_over(frame, event)
             return
         code = frame.f_code
