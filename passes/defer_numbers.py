@@ -152,8 +152,8 @@ class _Tensors(dict[fx.Node, fx.Node]):
         node = emit.node
         device = next(emit.value(self[x]).device for x in node.all_input_nodes if x in self)
         conditions, values = (node.args[:1], node.args[1:]) if node.target is torch.sym_ite else ((), node.args)
-        results = (*values, node) if node.target is not operator.truediv else (1.0,)
-        dtype = next(dtype for dtype, kinds in _DTYPES.items() if any(isinstance(_example(x), kinds) for x in results))
+        numbers = [1.0] if node.target is operator.truediv else [_example(x) for x in (*values, node)]
+        dtype = next(dtype for dtype, kinds in _DTYPES.items() if any(isinstance(x, kinds) for x in numbers))
         operands = [self._of(emit, x, torch.bool, device) for x in conditions]
         operands += [self._of(emit, x, dtype, device) for x in values]
         self[node] = emit(_OF_PYTHON[node.target], *operands)

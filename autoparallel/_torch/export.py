@@ -133,18 +133,13 @@ def is_unknown(truth: torch.SymBool, numbers: Collection[sympy.Symbol]) -> bool:
     return is_read(truth, numbers) and truth.node.shape_env._maybe_evaluate_static(truth.node.expr) is None
 
 
-def is_read(number: Any, numbers: Collection[sympy.Symbol]) -> bool:
-    """Whether a number of a trace is made of what is read of tensors.
+def is_read(number: Any, numbers: Collection[sympy.Symbol] = ()) -> bool:
+    """Whether a number of a trace is made of what is read of tensors, and not of sizes alone.
 
     Args:
         numbers: the symbols of those that a call is given.
     """
     return not free_unbacked_symbols(number) <= {*numbers}
-
-
-def has_values(number: Any) -> bool:
-    """Whether a number of a trace is made of values of tensors, and not of sizes alone."""
-    return bool(free_unbacked_symbols(number))
 
 
 def hint_of(relation: SymNode, symbol: sympy.Symbol) -> int | None:

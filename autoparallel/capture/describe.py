@@ -20,7 +20,7 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch.export import graph_module, has_values, is_fake, size_guards
+from autoparallel._torch.export import graph_module, is_fake, is_read, size_guards
 from autoparallel.capture.functional.outputs import Objective, find_objective, set_apart
 from autoparallel.capture.functional.passes import describing_passes
 from autoparallel.capture.python.changes import IN_THE_MODEL
@@ -175,7 +175,7 @@ def _require_sizes(outputs: Sequence[Leaf], symbols: Mapping[sympy.Symbol, str])
     then fixed."""
     numbers = [leaf for leaf in outputs if isinstance(leaf, Size) and leaf.kind is not int]
     for number in numbers:
-        if has_values(number.expression.xreplace(dict.fromkeys(symbols, 1))):
+        if is_read(number.expression.xreplace(dict.fromkeys(symbols, 1))):
             raise CaptureError(f"a number that is passed in leaves the model as another {number.kind.__name__}")
 
 

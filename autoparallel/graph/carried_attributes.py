@@ -74,7 +74,7 @@ def _form_of(value: Any) -> Any:
     if isinstance(value, torch.SymBool):
         return False
     if isinstance(value, torch.SymInt):
-        return 0 if _torch.export.has_values(value) else int(value)
+        return 0 if _torch.export.is_read(value) else int(value)
     return value
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import deque
 from collections.abc import Iterator
@@ -27,11 +28,13 @@ def label_of_entry(label: str, key: Any) -> str:
     return f"{label}[{key!r}]"
 
 
-def steps_of(label: str) -> list[tuple[bool, Any]]:
+@functools.cache  # each call reads and sets what it carries by these
+def steps_of(label: str) -> tuple[tuple[bool, Any], ...]:
     """The way to what has a label: whether each step is to an entry, and the name or the key."""
-    return [(not name, name or ast.literal_eval(key)) for key, name in _STEP.findall(label)]
+    return tuple([(not name, name or ast.literal_eval(key)) for key, name in _STEP.findall(label)])
 
 
+@functools.cache
 def split_entry(label: str) -> tuple[str, Any]:
     """The label of a container, and the key of its entry that has this label."""
     *_, last = _STEP.finditer(label)

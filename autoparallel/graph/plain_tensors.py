@@ -6,7 +6,6 @@ tensors in lists and objects are constants of the program, by reference: what is
 
 from __future__ import annotations
 
-import ast
 import copy
 import re
 from collections import deque
@@ -20,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoparallel import _torch
-from autoparallel.graph.labels import is_entry, step_from, steps_of
+from autoparallel.graph.labels import is_entry, label_of_entry, split_entry, step_from, steps_of
 from autoparallel.graph.python_state import MISSING, is_data
 
 LOSS = "the loss function"
@@ -139,9 +138,9 @@ def _tensors(value: Any, label: str, modules: set[int], visited: set[int]) -> It
         entries = iter([*value.named_parameters(), *value.named_buffers()])
         entries = ((f"{label}.{name}", x) for name, x in entries)
     elif isinstance(value, Mapping):
-        entries = ((f"{label}[{key!r}]", x) for key, x in value.items())
+        entries = ((label_of_entry(label, key), x) for key, x in value.items())
     elif isinstance(value, list | tuple | set | deque):
-        entries = ((f"{label}[{i}]", x) for i, x in enumerate(value))
+        entries = ((label_of_entry(label, i), x) for i, x in enumerate(value))
     elif is_data(value) or isinstance(value, BasePruningMethod):  # a hook of torch's, which may keep its mask
         entries = ((f"{label}.{name}", x) for name, x in vars(value).items())
     else:
@@ -165,7 +164,9 @@ def is_attribute(model: nn.Module, name: str) -> bool:
         return False
     if entry := _ENTRY.fullmatch(attribute):
         table = vars(module).get(entry[1])
-        return type(table) is dict and any(f"{entry[1]}[{key!r}]" == attribute and has_place(key) for key in table)
+        return type(table) is dict and any(
+            label_of_entry(entry[1], key) == attribute and has_place(key) for key in table
+        )
     return isinstance(vars(module).get(attribute), torch.Tensor) and not hasattr(type(module), attribute)
 
 
@@ -177,12 +178,6 @@ def has_place(key: Any) -> bool:
 
 
 _ENTRY = re.compile(r"([^.\[]+)\[([^.]+)\]")
-
-
-def place_of(holder: Any, attribute: str) -> tuple[Any, Any]:
-    """The dict and the key of an entry of a dict that is an attribute; for an attribute the holder, and its name."""
-    entry = _ENTRY.fullmatch(attribute)
-    return (getattr(holder, entry[1]), ast.literal_eval(entry[2])) if entry else (holder, attribute)
 
 
 def make_buffer(model: nn.Module, name: str) -> None:
@@ -197,10 +192,11 @@ def make_buffer(model: nn.Module, name: str) -> None:
 
 def tensor_at(model: nn.Module, name: str) -> torch.Tensor:
     """A parameter, a buffer, or a tensor that is a plain attribute or an entry of one, by its path."""
-    path, _, attribute = name.rpartition(".")
-    holder, key = place_of(model.get_submodule(path), attribute)
-    value: torch.Tensor = holder[key] if isinstance(holder, dict) else getattr(holder, key)
-    return value
+    label, key = split_entry(name) if is_entry(name) else (name, None)
+    path, _, attribute = label.rpartition(".")
+    value = getattr(model.get_submodule(path), attribute)
+    tensor: torch.Tensor = value if label == name else value[key]
+    return tensor
 
 
 def holder_of(model: nn.Module, path: str, loss_fn: Any = None) -> Any:

@@ -106,17 +106,13 @@ class HeldContainers:
 
     def leads_to_journal(self, watched: Watched, name: str) -> bool:
         """Whether an attribute is a journal, or holds one."""
-        return any(x.watched is watched and x.name == name for _, places in self._journals for x in places)
+        return any(place.is_in(watched, name) for _, places in self._journals for place in places)
 
     def read_of(self, watched: Watched, name: str) -> tuple[list[str], list[str]]:
         """What in an attribute is no part of a trace: the labels of entries that the run was given, and of journals."""
-        journals = [place for _, places in self._journals for place in places]
-        entries, containers = (
-            self._inputs.places,
-            [x for x in journals if x.watched is watched and x.name == name],
-        )
-        left_out = [label for place, label in entries if place.watched is watched and place.name == name]
-        return left_out, [place.label for place in containers]
+        given_entries = [label for place, label in self._inputs.places if place.is_in(watched, name)]
+        journals = [x.label for _, places in self._journals for x in places if x.is_in(watched, name)]
+        return given_entries, journals
 
     def shared(self) -> Iterator[list[Place]]:
         """The places, as far as they were read, of each container of which not all is part of a trace."""
@@ -150,7 +146,7 @@ class HeldContainers:
                 self.originals[id(self._originals[id(container)])] = self._label_of(container)
         for journal, places in self._journals:
             if change := journal.change():
-                label = next((place for place in places if place.is_read), places[0]).label
+                label = _label_read(places)
                 line, new = "an unknown line", change[1]
                 require_may_leave(new, label, line)
                 if isinstance(new, dict) and not all(map(is_plain, new)):
@@ -168,8 +164,8 @@ class HeldContainers:
             CaptureError: where they cannot.
         """
         container, before = self._entries[number]
-        places = [place for place, x in self.places if x is container]
-        label = next((place for place in places if place.is_read), places[0]).label if places else ""
+        places = self._places_of(container)
+        label = _label_read(places) if places else ""
         is_read = type(container) not in KINDS or self._inputs.has(container)
         is_read |= any(place.label in self._read for place in places)
         is_read |= not any(place.may_be_put for place in places)  # nor a journal, in a tuple
@@ -203,9 +199,8 @@ class HeldContainers:
         if watched.path.partition(".")[0] == LOSS:
             return {}
         table = vars(watched.original)[name]
-        return {
-            f"{watched.label(name)}[{key!r}]": Written(table, key, value, fills=False) for key, value in entries.items()
-        }
+        label = watched.label(name)
+        return {label_of_entry(label, key): Written(table, key, x, fills=False) for key, x in entries.items()}
 
     def _refusal_of(self, number: int) -> StateChangedError:
         """The refusal of what a run has changed; perhaps a journal may stand for it."""
@@ -217,7 +212,7 @@ class HeldContainers:
         refused = StateChangedError.refusing(
             changes(what, type(container)), CURE, lambda r, _: r.containers.is_changed(number)
         )
-        labels = (place.label for place, x in self.places if x is container and place.may_be_put)
+        labels = (place.label for place in self._places_of(container) if place.may_be_put)
         label = next(labels, "") if type(container) in KINDS else ""
         return ContainerChangedError(refused, label) if label else refused
 
@@ -234,9 +229,12 @@ class HeldContainers:
             container = {k: f for k, f in container.items() if k in entries or not _is_of_bookkeeping(f)}
         return len(container) != len(entries) or not all(map(is_same, flat(container), flat(entries)))
 
+    def _places_of(self, container: Any) -> list[Place]:
+        return [place for place, x in self.places if x is container]
+
     def _label_of(self, container: Any) -> str:
         """Where a container is, or else the label of an attribute that holds it; empty where there is none."""
-        if places := [place for place, x in self.places if x is container]:
+        if places := self._places_of(container):
             return places[0].label
         for watched in self._watched:
             for name, value in vars(watched.copy).items():
@@ -244,6 +242,11 @@ class HeldContainers:
                 if value is container or may_hold and holds(value, container):
                     return watched.label(name)
         return ""
+
+
+def _label_read(places: Sequence[Place]) -> str:
+    """Where a run has reached what stands in some places; if it has not, the first of them."""
+    return next((place for place in places if place.is_read), places[0]).label
 
 
 def _is_of_bookkeeping(hook: Any) -> bool:

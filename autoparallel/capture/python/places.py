@@ -34,6 +34,10 @@ class Place:
         """Whether a run has read the attribute."""
         return self.name in self.watched.reads
 
+    def is_in(self, watched: Watched, name: str) -> bool:
+        """Whether a run reaches it through an attribute."""
+        return self.watched is watched and self.name == name
+
     def of_original(self) -> Any:
         """What the model has there now; ``MISSING`` where nothing is."""
         value = vars(self.watched.original).get(self.name, MISSING)

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from autoparallel.capture.python.places import Place, masked
 from autoparallel.capture.python.watched import Watched
+from autoparallel.graph.labels import label_of_entry
 from autoparallel.graph.python_state import MISSING, PythonState, slots_of
 
 
@@ -73,7 +74,7 @@ def note_read_of_class(state: PythonState, cls: type, name: str) -> None:
 def _entries_reader(watched: Watched, name: str) -> Callable[[], Any]:
     """Reads a dict; of the tensors in it whose values a program reads when it runs, what it must know of them."""
     table, buffers = vars(watched.original), vars(watched.copy)["_buffers"]
-    keys = {key for key in table[name] if f"{name}[{key!r}]" in buffers}
+    keys = {key for key in table[name] if label_of_entry(name, key) in buffers}
 
     def form_of(key: Any, value: Any) -> Any:
         is_read = key in keys and isinstance(value, torch.Tensor)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autoparallel import _torch
-from autoparallel._torch.tensors import View
+from autoparallel._torch.tensors import View, storage_mark
 from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.lines import line_of_frame
 
@@ -85,8 +84,11 @@ class DataAccess(TorchFunctionMode):
 
 def _lies_alike(x: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are the same elements of the same memory."""
-    same_memory = _torch.tensors.storage_mark(x) == _torch.tensors.storage_mark(other)
-    return same_memory and x.storage_offset() == other.storage_offset() and View.of(x) == View.of(other)
+    return (
+        storage_mark(x) == storage_mark(other)
+        and x.storage_offset() == other.storage_offset()
+        and View.of(x) == View.of(other)
+    )
 
 
 def _is_plain_diagonal(x: torch.Tensor, fill_value: Any = 0, wrap: bool = False) -> bool:

@@ -46,16 +46,16 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         or frame.f_code is _OF_SIZES  # asks of a size whether it is 0
     ):
         frame = frame.f_back
-    tensor = next(iter((*args, *kwargs.values())))
+    tensor, *others = (*args, *kwargs.values())
     if frame is None or getattr(tensor, "constant", None) is not None:
         return func(*args, **kwargs)
     passes = _passing_answer(frame.f_code, frame.f_lasti)
     if passes is not None and not is_caught(frame):
         trace.left_out[line_of_frame(frame)] = CHECK
         return passes
-    if func in _EQUAL and [*tensor.shape] != [*[*args, *kwargs.values()][1].shape]:
+    if func in _EQUAL and tensor.shape != others[0].shape:
         return False  # whatever they hold
-    alone = func is not _SYM_BOOL and len(args) + len(kwargs) == 1
+    alone = func is not _SYM_BOOL and not others
     if alone and (number := number_of(trace, tensor)) is not None:
         return number if func is Tensor.item else bool(number)
     if alone and (answer := trace.read(func, tensor)) is not None:

@@ -81,7 +81,7 @@ class TensorAttributes:
     def read_flag(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         """What a function reads of a flag, if Python is told that (see [Note: flags]); else None."""
         label, owner = self._users.get(id(tensor), ("", None))
-        if owner is None or isinstance(owner, nn.Parameter) or owner.numel() != 1 or owner.is_meta:
+        if owner is None or not self.is_buffer(tensor) or owner.numel() != 1 or owner.is_meta:
             return None
         if tensor._version != self._versions[id(tensor)] or _number_of(self._model, label) not in (0, 1):
             return None

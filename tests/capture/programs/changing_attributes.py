@@ -4,7 +4,7 @@ for the next one."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,19 +18,34 @@ from tests.capture.runner import Run, numbers, sgd
 LENGTHS = (6, 6, 10, 4, 12, 10, 6, 6)
 
 
-def over_lengths(run: Run, plain: nn.Module, lengths: Sequence[int] = LENGTHS, rows: Sequence[int] = (4,)) -> None:
-    """A step for each length, and evaluation in between."""
+def over_lengths(
+    run: Run,
+    plain: nn.Module,
+    lengths: Sequence[int] = LENGTHS,
+    rows: Sequence[int] = (4,),
+    change: Callable[[Any, int], None] | None = None,
+    every: int = 3,
+) -> None:
+    """A step for each length, and evaluation in between.
+
+    Args:
+        rows: of the batches, in turn.
+        change: what the loop does to the model before a step.
+        every: after how many steps it is evaluated.
+    """
     model = run.compile(plain.double())
     optimizer = sgd(model)
     for step, length in enumerate(lengths):
-        x = numbers(rows[step % len(rows)], length, 8, seed=step)
+        if change is not None:
+            change(run.plain, step)
         run.changed()
+        x = numbers(rows[step % len(rows)], length, 8, seed=step)
         out = model(x)
         run.note("output", out)
         out.square().mean().backward()
         finish(run, model, optimizer)
         run.note_state(model)
-        if step % 3 == 2:
+        if step % every == every - 1:
             model.eval()
             with torch.no_grad():
                 run.note("evaluated", model(x[:2]))

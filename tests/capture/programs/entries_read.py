@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tests.capture.programs.changing_attributes import over_lengths
 from tests.capture.programs.inplace import Two
 from tests.capture.programs.loops import finish
 from tests.capture.registry import loop, program
@@ -24,23 +25,8 @@ def over_calls(run: Run, plain: nn.Module, change: Callable[[Any, int], None] | 
     Args:
         change: what the loop does to the model before a step.
     """
-    model = run.compile(plain.double())
-    optimizer = sgd(model)
-    for step in range(12):
-        if change is not None:
-            change(run.plain, step)
-        run.changed()
-        x = numbers(4 if step % 4 else 6, 5 + step // 3, 8, seed=step)
-        output = model(x)
-        run.note("output", output)
-        output.square().mean().backward()
-        finish(run, model, optimizer)
-        run.note_state(model)
-        if step % 5 == 4:
-            model.eval()
-            with torch.no_grad():
-                run.note("evaluated", model(x[:2]))
-            model.train()
+    lengths = [5 + step // 3 for step in range(12)]
+    over_lengths(run, plain, lengths, rows=(6, 4, 4, 4), change=change, every=5)
 
 
 class Stats(Two):
