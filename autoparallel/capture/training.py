@@ -207,8 +207,8 @@ def _require_leaves(values: Sequence[Any]) -> None:
         if not is_plain(value) and not isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
             raise CaptureError(
                 f"the model returns a {type(value).__name__}, in which nobody can look for tensors\nWhat to change: "
-                "return tensors, or tuples, lists and dicts of them; a dataclass of your own can be registered "
-                f"(torch.export.register_dataclass). Where it is a cache of transformers: {CURE}."
+                "return tensors, tuples, lists and dicts of them, or objects that hold tensors and constants alone. "
+                f"Where it is a cache of transformers: {CURE}."
             )
 
 

@@ -12,8 +12,8 @@
 - ``drawn_numbers``: those that calls draw of Python's ``random``, which are given to them.
 - ``plain_tensors``: tensors that a model holds without having registered them; ``labels`` tell of what it holds, and
   where.
-- ``nesting``: nested values as leaves; ``caches``: those of generation among them; ``changed_arguments``: the dicts and
-  lists that a call changes.
+- ``nesting``: nested values as leaves; ``caches`` of generation and ``records``, objects that hold tensors, among them;
+  ``changed_arguments``: the containers that a call changes.
 - ``generators``: those of random numbers that are Python's and numpy's.
 - ``garbage``: when Python looks for garbage.
 - ``lines``: the user's line behind a node or a frame.

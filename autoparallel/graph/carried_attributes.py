@@ -21,8 +21,8 @@ from autoparallel import _torch
 from autoparallel.graph.captured import CaptureError, InputSpec
 from autoparallel.graph.changed_arguments import ENTRIES
 from autoparallel.graph.labels import is_entry, split_entry
-from autoparallel.graph.nesting import is_held
 from autoparallel.graph.python_state import is_plain
+from autoparallel.graph.records import is_held
 
 CARRIED = "attributes that calls change"
 """The name of the argument that holds them."""

@@ -1,5 +1,5 @@
-"""What a call changes of dicts and lists that are not its own: of those that it is given (``batch.pop("labels")``,
-``batch["h"] = h``), and of those that the model keeps (``self.log.append(h)``).
+"""What a call changes of containers that are not its own: of those that it is given (``batch.pop("labels")``,
+``batch["h"] = h``, ``batch.h = h``), and of those that the model keeps (``self.log.append(h)``).
 
 The change is described by nested lists, of which the tensors are outputs of the program like any others, and is made to
 the user's own containers after the call.
@@ -11,8 +11,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils import _pytree as pytree
+
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.python_state import is_plain, is_same
+from autoparallel.graph.records import attributes_of, fields_of, is_slotted
 
 ARGUMENTS = "entries of its arguments"
 """The name under which a trace keeps the changes, beside the attributes that a call sets."""
@@ -27,30 +30,44 @@ Entries = tuple[list[Any] | None, Container]
 its place where it takes the place of another."""
 
 
+ATTRIBUTES = "__dict__"
+"""The step of a path from an object to the dict of its attributes."""
+
+
 @dataclass(frozen=True)
 class NotedContainer:
-    """A dict or list among the arguments of a call, and its entries before the call.
+    """A container among the arguments of a call, and its entries before the call.
 
     Attributes:
         path: leads to it from ``(args, kwargs)``.
+        container: a dict or list, the dict of an object's attributes, or an object that has none.
     """
 
     path: tuple[Any, ...]
-    container: Container
+    container: Any
     entries: Container
+
+    @property
+    def entries_now(self) -> Container:
+        container = self.container
+        return fields_of(container) if is_slotted(container) else container
 
 
 def note_containers(args: Sequence[Any], kwargs: dict[str, Any]) -> list[NotedContainer]:
-    """The dicts and lists among the arguments of a call, with their entries."""
+    """The containers among the arguments of a call, with their entries."""
     return list(_containers_in((args, kwargs), ()))
 
 
 def _containers_in(value: Any, path: tuple[Any, ...]) -> Iterator[NotedContainer]:
+    if is_slotted(value):
+        yield NotedContainer(path, value, fields_of(value))
     if isinstance(value, dict | list) and len(path) > 1:  # keyword arguments are a dict of the call's own
-        yield NotedContainer(path, value, value.copy())
+        yield NotedContainer(path, value, list(value) if isinstance(value, list) else dict(value))
     if isinstance(value, dict | list | tuple):
         for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _containers_in(entry, (*path, key))
+    if type(value) in pytree.SUPPORTED_NODES and (attributes := attributes_of(value)):
+        yield from _containers_in(attributes, (*path, ATTRIBUTES))
 
 
 def describe_changes(noted: Sequence[NotedContainer]) -> list[Any]:
@@ -62,7 +79,7 @@ def describe_changes(noted: Sequence[NotedContainer]) -> list[Any]:
     """
     changes: list[Any] = []
     for x in noted:
-        now, before = x.container, x.entries
+        now, before = x.entries_now, x.entries
         if isinstance(now, list):
             same = next((i for i, (a, b) in enumerate(zip(now, before, strict=False)) if a is not b), None)
             first = min(len(now), len(before)) if same is None else same
@@ -72,6 +89,11 @@ def describe_changes(noted: Sequence[NotedContainer]) -> list[Any]:
         assert isinstance(before, dict)
         new = {key: entry for key, entry in now.items() if key not in before or before[key] is not entry}
         gone = [key for key in before if key not in now]
+        if (new or gone) and is_slotted(x.container):
+            raise CaptureError(
+                f"the model changes a {type(x.container).__name__} that it is given, which has no __dict__\n"
+                "What to change: work on a copy (dataclasses.replace(batch, x=h)), and return what is new."
+            )
         if new or gone:
             changes.append([list(x.path), gone, new])
     for path, gone, new in changes:
@@ -88,7 +110,7 @@ def make_changes(changes: Sequence[Any], args: Sequence[Any], kwargs: dict[str, 
     for path, gone, new in changes:
         container: Any = (args, kwargs)
         for key in path:
-            container = container[key]
+            container = vars(container) if key == ATTRIBUTES else container[key]
         change_entries(container, gone, new)
 
 

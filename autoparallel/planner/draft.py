@@ -19,6 +19,7 @@ from autoparallel.graph.carried_attributes import (
     describe_attributes,
 )
 from autoparallel.graph.drawn_numbers import DRAWS, DrawsNumbersError, describe_draws, drawn_ahead, without_draws
+from autoparallel.graph.nesting import flatten
 from autoparallel.graph.plain_tensors import attribute_at
 from autoparallel.operators import RandomState
 from autoparallel.plan import Plan
@@ -84,7 +85,7 @@ def draft_captured(
 
 def call_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, with_target: bool = False) -> Call:
     """A call with plain global inputs; the values of tensors matter where the model's Python reads them."""
-    leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    leaves, in_spec = flatten((tuple(args), dict(kwargs or {})))
     specs, batch = describe_inputs(leaves)
     return Call(tuple(leaves), tuple(specs), (None,) * len(leaves), in_spec, batch, with_target, (), ())
 

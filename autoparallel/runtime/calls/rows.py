@@ -17,6 +17,7 @@ from torch.utils.data import Sampler
 from autoparallel.comm.groups import communicator_of, group_name
 from autoparallel.comm.world import from_host
 from autoparallel.graph.captured import Captured
+from autoparallel.graph.nesting import flatten
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ def batch_axes(captured: Captured) -> tuple[int, ...]:
 
 def from_rows(batch: T, rows: Rows, mesh: DeviceMesh, prefix: str, all_counts: Callable[[int], list[int]]) -> T:
     """See ``ParallelModule.local_rows``; ``all_counts`` shows every rank how many rows each of them has."""
-    leaves, spec = pytree.tree_flatten(batch)
+    leaves, spec = flatten(batch)
     row_count = next((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.ndim), 0)
     table = torch.tensor(all_counts(row_count)).view(tuple(mesh.shape))
     parts = table.permute(*rows.axes, *(i for i in range(mesh.ndim) if i not in rows.axes)).reshape(rows.count, -1)

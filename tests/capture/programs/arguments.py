@@ -101,19 +101,6 @@ class TakesAny(Two):
         return self.b(h)
 
 
-class Data:
-    """As a graph of torch_geometric: tensors under names."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-
-@program(batch=lambda step: (Data(numbers(8, 8, seed=step)),), refused=r"pass the tensors that", line=False)
-class AnObject(Two):
-    def forward(self, data: Data) -> Tensor:
-        return self.b(self.a(data.x))
-
-
 @program(batch=lambda step: (numbers(8, 8, seed=step), torch.tanh), refused=r"attribute of the model", line=False)
 def a_function_is_passed_in() -> nn.Module:
     return TakesAny()

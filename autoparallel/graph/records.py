@@ -1,0 +1,191 @@
+"""Records: objects that hold tensors, in attributes or as entries (a batch of the user's own class, a detector's masked
+images, a distribution), as containers.
+
+How a record nests is told by its class, and by the names of what it holds; tensors and numbers in it are leaves. In a
+call a record is another object of the same class, which is made without its ``__init__``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import OrderedDict, UserDict
+from collections.abc import Iterable, Iterator
+from functools import partial
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoparallel.graph.python_state import is_plain
+
+_OF_GRAPHS = (type(None), bool, int, float, str)
+"""The types of the constants that a graph of torch's is given and returns."""
+
+
+def is_held(value: Any) -> bool:
+    """Whether a value is a constant that no graph of torch's is given or returns: a dtype, a device, an enum."""
+    return is_plain(value) and type(value) not in _OF_GRAPHS
+
+
+class _Form(NamedTuple):
+    """How a record nests.
+
+    Attributes:
+        keys: those of its entries, where it is a dict, too.
+        names: its attributes that are, or hold, leaves.
+        constants: those that no graph is given, with their values.
+        links: those that refer weakly to the record around it.
+    """
+
+    keys: tuple[Any, ...]
+    names: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...]
+    links: tuple[str, ...]
+
+
+_BASES = (object, dict, OrderedDict, SimpleNamespace)
+"""The classes of Python's that a record's class may be built on."""
+
+_IS_HEAP_TYPE = 1 << 9
+"""The flag of classes that Python code has defined (``Py_TPFLAGS_HEAPTYPE``)."""
+
+_LINK = object()
+"""Stands for a weak reference to a record that is still to be made."""
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The attributes themselves of an object that may be a record."""
+    if isinstance(value, torch.Tensor | nn.Module | type | ModuleType | FunctionType):
+        return None
+    return getattr(value, "__dict__", None)
+
+
+def is_slotted(value: Any) -> bool:
+    """Whether a value is a dataclass without ``__dict__``, which torch takes apart by its fields."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "__dict__")
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass."""
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def register_records(leaves: Iterable[Any]) -> bool:
+    """Makes the classes of the records among leaves known to torch; whether there are some."""
+    unknown = {type(x): x for leaf in leaves if is_record(leaf) for x in _records_in(leaf)}
+    for kind, record in unknown.items():
+        if is_slotted(record):
+            torch.export.register_dataclass(kind)
+        else:
+            make = partial(_mapping_of if issubclass(kind, UserDict) else _record_of, kind)
+            pytree.register_pytree_node(kind, _take_apart, make, flatten_with_keys_fn=_take_apart_with_keys)
+    return bool(unknown)
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value is an object that holds tensors, and beside them only what a call may be given.
+
+    A ``UserDict`` is one whatever it holds, as its entries are all that counts.
+    """
+    if isinstance(value, UserDict):
+        return True
+    leaves = list(_leaves_in(value, ())) if _may_hold(value) else []
+    return any(isinstance(x, torch.Tensor) for x in leaves) and all(
+        isinstance(x, torch.Tensor) or is_plain(x) for x in leaves
+    )
+
+
+def _may_hold(value: Any) -> bool:
+    """Whether an object has attributes or entries, and can be made without its ``__init__``."""
+    if is_slotted(value):
+        return True
+    return (bool(attributes_of(value)) or isinstance(value, dict)) and _base_of(type(value)) in _BASES
+
+
+def _base_of(kind: type) -> Any:
+    """The class written in C that a class is built on."""
+    return next(x for x in kind.__mro__ if not x.__flags__ & _IS_HEAP_TYPE)
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """What is in an object, but for classes."""
+    if isinstance(value, UserDict):
+        return pytree.tree_leaves(list(value.values()))
+    attributes = fields_of(value) if is_slotted(value) else attributes_of(value) or {}
+    entries = value.values() if isinstance(value, dict) else ()
+    return pytree.tree_leaves([*(x for x in attributes.values() if not isinstance(x, type)), *entries])
+
+
+def _records_in(value: Any) -> Iterator[Any]:
+    """A record, and those in it whose classes torch does not know."""
+    yield value
+    for part in _parts_of(value):
+        if isinstance(part, UserDict) or _may_hold(part):
+            yield from _records_in(part)
+
+
+def _leaves_in(value: Any, around: tuple[Any, ...]) -> Iterator[Any]:
+    """The leaves of an object, but for weak references to the one around it."""
+    inside = (*around, value)
+    for part in _parts_of(value):
+        if isinstance(part, weakref.ref) and around and part() is around[-1]:
+            continue
+        if _may_hold(part) and not any(part is x for x in inside):
+            yield from _leaves_in(part, inside)
+        else:
+            yield part
+
+
+def _take_apart(record: Any) -> tuple[list[Any], _Form]:
+    if isinstance(record, UserDict):
+        return list(record.values()), _Form(tuple(record), (), (), ())
+    entries = record if isinstance(record, dict) else {}
+    constants, links, rest = [], [], {}
+    for name, value in vars(record).items():
+        if isinstance(value, weakref.ref):
+            links.append(name)
+        elif is_held(value) or isinstance(value, type):
+            constants.append((name, value))
+        else:
+            rest[name] = value
+    return [*entries.values(), *rest.values()], _Form(tuple(entries), tuple(rest), tuple(constants), tuple(links))
+
+
+def _take_apart_with_keys(record: Any) -> tuple[list[tuple[Any, Any]], _Form]:
+    values, form = _take_apart(record)
+    keys = [*map(pytree.MappingKey, form.keys), *map(pytree.GetAttrKey, form.names)]
+    return list(zip(keys, values, strict=True)), form
+
+
+def _mapping_of(kind: type, values: Iterable[Any], form: _Form) -> Any:
+    return kind(dict(zip(form.keys, values, strict=True)))
+
+
+def _record_of(kind: type, values: Iterable[Any], form: _Form) -> Any:
+    values = list(values)
+    count = len(form.keys)
+    base = _base_of(kind)
+    record = base.__new__(kind)
+    for key, value in zip(form.keys, values[:count], strict=True):
+        base.__setitem__(record, key, value)
+    vars(record).update(zip(form.names, values[count:], strict=True))
+    vars(record).update(form.constants)
+    vars(record).update(dict.fromkeys(form.links, _LINK))
+    _link(values, record)
+    return record
+
+
+def _link(values: Iterable[Any], record: Any) -> None:
+    """Lets the records in a new one that refer to what is around them refer to it."""
+    for value in values:
+        attributes = attributes_of(value) or {}
+        for name, x in attributes.items():
+            if x is _LINK:
+                attributes[name] = weakref.ref(record)
+        if isinstance(value, dict):
+            _link(value.values(), record)
+        elif isinstance(value, list | tuple):
+            _link(value, record)
