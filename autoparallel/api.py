@@ -69,6 +69,7 @@ def compile(
     check_inputs: int | None = None,
     check_replicas: int | None = None,
     methods: Sequence[str] = (),
+    forward_methods: Sequence[str] = (),
     cache: str | Path | None = None,
 ) -> ParallelModule:
     """Makes a plain single-device model train on a whole mesh.
@@ -144,6 +145,8 @@ def compile(
             job, with its name and its ranks. None: never.
         methods: names of the model's methods, such as ``("generate",)``, that run on the plain model with its full
             parameters, gathered for each call of them (see :meth:`ParallelModule.whole`).
+        forward_methods: names of methods that are traced, planned and trained as ``forward`` is, such as
+            ``("get_value",)`` (what ``register_fsdp_forward_method`` is for).
         cache: a folder in which plans, and the choice of the mesh, are kept from run to run, under a digest of all that
             the search depends on, this package's own code among it; the first rank's is used. None keeps none.
 
@@ -182,7 +185,8 @@ def compile(
     if isinstance(model, ParallelModule):
         raise ValueError("the model is compiled already: use what the first compile() returned")
     _require_capturable(model)
-    _require_methods(model, methods)
+    _require_methods(model, "methods", methods)
+    _require_methods(model, "forward_methods", forward_methods)
     saved = plan if isinstance(plan, Plan) else pins if isinstance(pins, Plan) else None
     is_open = plan == "auto" and pins is None and forbid is None and _is_open(mesh)
     mesh = mesh_of(saved, model) if saved is not None and mesh is None else usable_mesh(mesh, model, is_open)
@@ -234,6 +238,7 @@ def compile(
         check_inputs=check_inputs,
         check_replicas=check_replicas,
         methods=methods,
+        forward_methods=forward_methods,
     )
     if example_inputs is not None:
         module.prepare(*example_inputs)
@@ -288,12 +293,12 @@ def _require_capturable(model: nn.Module) -> None:
             raise ValueError(f"{name} is lazy\nWhat to change: call the plain model once, then compile it.")
 
 
-def _require_methods(model: nn.Module, methods: Sequence[str]) -> None:
+def _require_methods(model: nn.Module, option: str, methods: Sequence[str]) -> None:
     if isinstance(methods, str) or not all(isinstance(name, str) for name in methods):
-        raise TypeError(f"methods must be names of methods, such as ('generate',), not {methods!r}")
+        raise TypeError(f"{option} must be names of methods, such as ('generate',), not {methods!r}")
     for name in methods:
         if not callable(getattr(model, name, None)) or hasattr(ParallelModule, name):
-            raise ValueError(f"methods names {name!r}, which is no method that {type(model).__name__} itself has")
+            raise ValueError(f"{option} names {name!r}, which is no method that {type(model).__name__} itself has")
 
 
 def _settle_microbatches(means: OpenMeans, staged: bool, unable: str) -> tuple[OpenMeans, str]:

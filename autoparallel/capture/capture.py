@@ -22,6 +22,7 @@ from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, I
 from autoparallel.graph.carried_attributes import CARRIED, ChangesAttributesError, attributes_in
 from autoparallel.graph.drawn_numbers import DRAWS, DrawsNumbersError
 from autoparallel.graph.garbage import MANY, collected_rarely, count_as_old
+from autoparallel.graph.methods import method_of, without_method
 from autoparallel.passes.follow_batch import follow_results, weight_of_rows
 
 
@@ -143,9 +144,9 @@ def _examples(specs: Sequence[InputSpec | Any], settings: CaptureSettings) -> li
 def _arguments(model: nn.Module, specs: Sequence[Any], in_spec: pytree.TreeSpec, settings: CaptureSettings) -> str:
     """What a call was given, by the names of the model's arguments."""
     args, kwargs = pytree.tree_unflatten(specs, in_spec)
-    kwargs = {name: value for name, value in kwargs.items() if name not in (CARRIED, DRAWS)}
+    kwargs, method = without_method({k: value for k, value in kwargs.items() if k not in (CARRIED, DRAWS)})
     target = {"the target": args[-1]} if settings.loss_fn is not None and args else {}
-    names = list(inspect.signature(model.forward).parameters)
+    names = list(inspect.signature(method_of(model, method)).parameters)
     names += [f"argument {i}" for i in range(len(names) + 1, len(args) + 1)]  # more than it takes
     values = {**dict(zip(names, args[: len(args) - len(target)], strict=False)), **kwargs, **target}
     shown: list[str] = []
@@ -157,4 +158,5 @@ def _arguments(model: nn.Module, specs: Sequence[Any], in_spec: pytree.TreeSpec,
         ]
         text = repr(value.value if isinstance(value, NumberSpec) else value)
         shown += tensors or [f"{name} {text}" if len(text) < 30 else f"{name}, a {type(value).__name__}"]
-    return f"It was called with {', '.join(shown) or 'nothing'}."
+    called = f"Its {method}()" if method else "It"
+    return f"{called} was called with {', '.join(shown) or 'nothing'}."

@@ -25,6 +25,7 @@ from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.carried_attributes import without_attributes
 from autoparallel.graph.changed_arguments import ARGUMENTS, describe_changes, note_containers
 from autoparallel.graph.drawn_numbers import without_draws
+from autoparallel.graph.methods import method_of, without_method
 from autoparallel.graph.nesting import flatten_results
 from autoparallel.graph.python_state import is_plain
 
@@ -177,7 +178,9 @@ class Training(nn.Module):
         args, kwargs = _cast((args, kwargs), self.input_dtype)
         grown = [(cache, tensors_in(cache)) for cache in caches_in((args, kwargs))]
         containers = note_containers(args, kwargs)
-        outputs = self.model(*args, **kwargs)
+        kwargs, name = without_method(kwargs)
+        run = method_of(self.model, name)
+        outputs = self.model(*args, **kwargs) if name is None else run(*args, **kwargs)
         if changes := describe_changes(containers):
             self._changes = {ARGUMENTS: changes}
         returned = {id(cache) for cache in caches_in(outputs)}
@@ -187,7 +190,7 @@ class Training(nn.Module):
                     f"the {type(cache).__name__} that is handed in grows in the call, and is not returned\n"
                     "What to change: call the model with use_cache=True"
                 )
-        if not asks_for_cache(self.model.forward, args, kwargs):
+        if not asks_for_cache(run, args, kwargs):
             outputs = without_caches(outputs)
         return _cast(outputs, self.output_dtype)
 

@@ -14,6 +14,7 @@
   where.
 - ``nesting``: nested values as leaves; ``caches`` of generation and ``records``, objects that hold tensors, among them;
   ``changed_arguments``: the containers that a call changes.
+- ``methods``: those that calls run in the place of ``forward``.
 - ``generators``: those of random numbers that are Python's and numpy's.
 - ``garbage``: when Python looks for garbage.
 - ``lines``: the user's line behind a node or a frame.

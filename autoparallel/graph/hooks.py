@@ -63,9 +63,9 @@ def refuse_direct_call(module: nn.Module, args: object) -> None:
         raise RuntimeError(
             f"{type(module).__name__} is called directly, but its parameters lie over the mesh: only the compiled "
             "model itself can be called\nWhat to change: call it inside of `with model.whole() as plain:`, on every "
-            "rank, which gathers the parameters for a while; or give compile() the name of the method that calls it, "
-            'as in methods=("generate",); what is trained belongs into forward (a module around the model, whose '
-            "forward calls it)"
+            "rank, which gathers the parameters for a while; or give compile() the name of the method that calls it: "
+            'of one that is trained as in forward_methods=("encode",), of one that runs on full parameters as in '
+            'methods=("generate",)'
         )
 
 

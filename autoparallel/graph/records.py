@@ -102,7 +102,9 @@ def _may_hold(value: Any) -> bool:
     """Whether an object has attributes or entries, and can be made without its ``__init__``."""
     if is_slotted(value):
         return True
-    return (bool(attributes_of(value)) or isinstance(value, dict)) and _base_of(type(value)) in _BASES
+    attributes = attributes_of(value)
+    has_parts = bool(attributes) or attributes is not None and isinstance(value, dict)
+    return has_parts and _base_of(type(value)) in _BASES
 
 
 def _base_of(kind: type) -> Any:

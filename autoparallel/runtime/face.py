@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.graph.methods import METHOD
 from autoparallel.runtime.parameters.slices import lay_like
 from autoparallel.runtime.programs.runner import refuse_gradient
 
@@ -28,8 +30,8 @@ _CONTAINER = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__"
 
 _OF_METHOD = (
     "what the method {name} returns is differentiated, which ran on full parameters that are gathered for the call, "
-    "and not trained\nWhat to change: compute it in forward (compile a module around the model, whose forward calls "
-    "{name} and returns this beside the rest), or detach() it."
+    "and not trained\nWhat to change: name it in compile(forward_methods=({name!r},)), which trains it, instead of in "
+    "methods=; or detach() it."
 )
 
 
@@ -45,15 +47,16 @@ class Face(nn.Module):
     Args:
         plain: the model.
         methods: those of its methods that need whole parameters.
+        forward_methods: those that are programs of their own.
     """
 
     whole: Callable[[], AbstractContextManager[nn.Module]]
 
-    def __init__(self, plain: nn.Module, methods: Collection[str]) -> None:
+    def __init__(self, plain: nn.Module, methods: Collection[str], forward_methods: Collection[str]) -> None:
         super().__init__()
         for table in _TABLES:
             self.__dict__[table] = plain.__dict__[table]
-        self._methods = methods
+        self._methods, self._forward_methods = methods, forward_methods
         self.training = plain.training
         if container := {name: _of_plain(name) for name in _CONTAINER if hasattr(type(plain), name)}:
             self.__class__ = type(type(self).__name__, (type(self),), container)
@@ -81,6 +84,8 @@ class Face(nn.Module):
             if name == "module" and not hasattr(self.__dict__["_plain"], name):  # what DistributedDataParallel has
                 raise AttributeError("a compiled model wraps nothing: model.module is the model itself") from None
             value = getattr(self.__dict__["_plain"], name)
+        if name in self.__dict__["_forward_methods"]:
+            return partial(self.forward, **{METHOD: name})
         return self._under_whole(name) if name in self.__dict__["_methods"] else value
 
     def _under_whole(self, name: str) -> Callable[..., Any]:

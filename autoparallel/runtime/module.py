@@ -55,9 +55,10 @@ class ParallelModule(Face):
         check_inputs: int | None = None,
         check_replicas: int | None = None,
         methods: Sequence[str] = (),
+        forward_methods: Sequence[str] = (),
     ) -> None:
         plain, store = maker.model, maker.store
-        super().__init__(plain, frozenset(methods))
+        super().__init__(plain, frozenset(methods), frozenset(forward_methods))
         self._store = store
         replicas = Replicas(plain, lambda: maker.mesh, check_replicas) if check_replicas else None
         name, device = type(plain).__name__, maker.mesh.device_type
@@ -488,6 +489,7 @@ class ParallelModule(Face):
             check_inputs=self._kinds.exchange.check_inputs,
             check_replicas=None if replicas is None else replicas.every,
             methods=tuple(self._methods),
+            forward_methods=tuple(self._forward_methods),
         )
         return module
 

@@ -244,6 +244,7 @@ def _refused() -> list[str]:
     found = [raised(lambda: copy.deepcopy(model)), raised(lambda: list(model.full_parameters()))]
     for methods in ("generate", ("generatr",), ("parameters",)):
         found.append(raised(functools.partial(pair, "one rank", methods=methods)))
+    found.append(raised(functools.partial(pair, "one rank", forward_methods=("generatr",))))
     return found
 
 
@@ -253,6 +254,7 @@ def test_what_is_refused() -> None:
         assert "embedding.weight is on the meta device" in text and "example_inputs" in text
     assert found[2].startswith("TypeError: methods must be names of methods")
     assert "methods names 'generatr'" in found[3] and "methods names 'parameters'" in found[4]
+    assert "forward_methods names 'generatr'" in found[5]
 
 
 def _pruned() -> dict[str, Any]:

@@ -21,6 +21,7 @@ from autoparallel.graph.carried_attributes import CARRIED, as_argument, describe
 from autoparallel.graph.drawn_numbers import DRAWS, describe_draws
 from autoparallel.graph.hooks import hooks_of
 from autoparallel.graph.labels import is_entry
+from autoparallel.graph.methods import METHOD, method_of, without_method
 from autoparallel.graph.nesting import flatten
 from autoparallel.graph.plain_tensors import attribute_at
 from autoparallel.graph.python_state import MISSING, is_plain
@@ -65,7 +66,8 @@ class CallReader:
                 "torch.export (and torch.onnx.export) cannot see into a compiled model\n"
                 "What to change: export the plain one: `with model.whole() as plain: torch.export.export(plain, args)`."
             )
-        with_target = self.has_loss_fn and len(args) > 0 and self._binds(args[:-1], kwargs)
+        method = kwargs.get(METHOD)
+        with_target = self.has_loss_fn and not method and len(args) > 0 and self._binds(args[:-1], kwargs)
         caches: list[Any] = []
         carried, problem = self._read_attributes() if self.kinds.carried.values else ({}, None)
         argument = as_argument(carried)
@@ -142,7 +144,8 @@ class CallReader:
     def _name(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaf: int) -> str:
         """What a user calls a leaf of the inputs, such as ``the argument x[0]``."""
         (_, first, *rest), _ = pytree.tree_flatten_with_path((args, kwargs))[0][leaf]
-        names = list(self._signature.parameters)
+        method = without_method(kwargs)[1]
+        names = list(inspect.signature(method_of(self.plain, method)).parameters)
         position = getattr(first, "idx", None)
         if position is None:
             name = str(getattr(first, "key", first))
