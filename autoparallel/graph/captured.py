@@ -307,8 +307,8 @@ class Captured:
             )
         lines = "; and at ".join(self.fixed)
         return (
-            f"the model fixes a size or a number at {lines}. What len(x), int(x.shape[0]), range(...) or a function "
-            "such as math.gamma(n) reads into Python is fixed: x.shape[0], n and tensors stay open"
+            f"the model fixes a size or a number at {lines}. What range(...), an index of a list or a function "
+            "such as math.gamma(n) reads into Python is fixed: x.shape[0], int(n) and tensors stay open"
         )
 
     def rows(self, specs: Sequence[Any], batch: int) -> int:

@@ -279,6 +279,17 @@ def test_numbers_that_change_have_two_traces() -> None:
     assert (results["traces"], results["messages"]) == (2, [])
 
 
+class MadeWhole(Scaled):
+    def forward(self, x: Tensor, scale: float, step: int) -> Tensor:
+        length = int(x.shape[0] * 0.5)
+        return self.project(x)[: int(length)].sum() / float(x.shape[0]) * int(step)
+
+
+def test_rows_that_are_made_whole_numbers_have_one_trace() -> None:
+    results = results_of(MadeWhole, [((4 + s, 6), 0.5, 1) for s in range(6)])
+    assert (results["traces"], results["messages"]) == (1, []), results
+
+
 class Compared(Scaled):
     def forward(self, x: Tensor, scale: float, step: int) -> Tensor:
         return super().forward(x, scale, step) if scale > 0.25 else self.project(x).square().mean()

@@ -42,21 +42,48 @@ class _Type(type, metaclass=_Asking):
 
 
 class _Converting(type):
+    """Of a class that converts numbers: it converts those that a trace leaves open, too, which Python's would fix."""
+
     def __call__(cls, *args: Any) -> Any:
-        value = args[0] if len(args) == 1 else None
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() == 1:
-            value = value.item()
-        return torch.sym_float(value) if type(value) in (torch.SymFloat, torch.SymInt) else float(*args)
+        base = cls.__mro__[1]
+        if len(args) != 1:
+            return base(*args)
+        value = args[0]
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = _value_of(value, base)
+        return _OPEN[base](value) if isinstance(value, torch.SymInt | torch.SymFloat) else base(value)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.__mro__[1]
+
+    def __hash__(cls) -> int:
+        return hash(cls.__mro__[1])
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, float)
+        return isinstance(instance, cls.__mro__[1])
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, float)
+        return issubclass(subclass, cls.__mro__[1])
 
 
 class _Float(float, metaclass=_Converting):
-    """As ``float``, which would fix the number that a trace leaves open."""
+    """As ``float``."""
+
+
+class _Int(int, metaclass=_Converting):
+    """As ``int``."""
+
+
+_CONVERTERS: Mapping[str, type] = {"float": _Float, "int": _Int}
+
+_OPEN: Mapping[type, Any] = {float: torch.sym_float, int: torch.sym_int}
+
+
+def _value_of(tensor: torch.Tensor, kind: type) -> Any:
+    """The value of a tensor of one element, which may be open."""
+    if tensor.is_complex():
+        return tensor
+    return (tensor if tensor.is_floating_point() and kind is float else tensor.to(torch.int64)).item()
 
 
 def _divmod(x: Any, y: Any, /) -> Any:
@@ -108,7 +135,11 @@ STAND_INS: Mapping[str, Any] = {
 def is_stand_in(value: Any) -> bool:
     """Whether a global of a user's module is there only while a model is traced."""
     code = getattr(value, "__code__", None)
-    return value is _Type or value is _Float or isinstance(code, CodeType) and code.co_filename.startswith(OURS)
+    return (
+        any(value is x for x in (_Type, *_CONVERTERS.values()))
+        or isinstance(code, CodeType)
+        and code.co_filename.startswith(OURS)
+    )
 
 
 @contextmanager
@@ -124,7 +155,7 @@ def stand_ins_in_modules(functions: Sequence[tuple[Any, Any]]) -> Iterator[None]
         table = vars(module) if isinstance(module, ModuleType) else {}
         file = table.get("__file__")
         if name == "__main__" or file is not None and _is_users(file):
-            stand_ins = dict(STAND_INS) | ({"float": _Float} if file is not None and _only_converts(file) else {})
+            stand_ins = dict(STAND_INS) | {kind: _CONVERTERS[kind] for kind in _kinds_called(file)}
             added = stand_ins.keys() - table.keys()
             imported = [(key, value, by_id[id(value)]) for key, value in table.items() if id(value) in by_id]
             table.update({name: stand_ins[name] for name in added})
@@ -146,25 +177,31 @@ def _is_users(file: str) -> bool:
 
 
 @functools.cache
-def _only_converts(file: str) -> bool:
-    """Whether the source of a user's module calls ``float``, and names it otherwise only where types are told apart: as
-    a dtype, or in a table, it must be Python's own."""
-    if is_installed(file):
-        return False
+def _kinds_called(file: str | None) -> frozenset[str]:
+    """Which of ``int`` and ``float`` functions of a user's module call, and name otherwise only where types are told
+    apart: as a dtype, or in a table, it must be Python's own."""
+    if file is None or is_installed(file):
+        return frozenset()
     try:
         source = ast.parse(Path(file).read_text())
     except (OSError, ValueError, SyntaxError):
-        return False
+        return frozenset()
+    functions = [x for x in ast.walk(source) if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
+    inside = {id(x): x for function in functions for x in ast.walk(function)}
     told: set[int] = set()
-    for node in ast.walk(source):
+    called: set[str] = set()
+    for node in inside.values():
         match node:
             case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
                 told.update(map(id, ast.walk(kinds)))
-            case ast.Call(func=ast.Name(id="float")):
-                told.add(id(node.func))
+            case ast.Call(func=ast.Name(id="map"), args=[ast.Name() as kind, *_]) | ast.Call(func=ast.Name() as kind):
+                told.add(id(kind))
+                called.add(kind.id)
+            case ast.Compare(ops=[ast.In() | ast.NotIn() | ast.Eq() | ast.NotEq()], comparators=[kinds]):
+                told.update(map(id, ast.walk(kinds)))
             case ast.arg(annotation=ast.expr() as kind) | ast.AnnAssign(annotation=kind):
                 told.update(map(id, ast.walk(kind)))
             case ast.FunctionDef(returns=ast.expr() as kind) | ast.AsyncFunctionDef(returns=ast.expr() as kind):
                 told.update(map(id, ast.walk(kind)))
-    names = [node for node in ast.walk(source) if isinstance(node, ast.Name) and node.id == "float"]
-    return bool(names) and all(id(node) in told for node in names)
+    named = {x.id for x in inside.values() if isinstance(x, ast.Name) and id(x) not in told}
+    return frozenset(called & _CONVERTERS.keys() - named)

@@ -268,8 +268,8 @@ def _explain_value(error: Exception, modules: list[nn.Module], line: str) -> tup
             "(if n > 3), give it to operators, keep and return it; or keep it a tensor"
         )
     return "a tensor's value is read into Python", (
-        "write x.item() in the place of int(x), of a whole number that decides no size; or keep it a tensor (no "
-        ".tolist()), or compute it before the call and pass it in as a number"
+        "keep it a tensor (no .tolist()), or read a whole number that decides no size by x.item(); or compute it "
+        "before the call and pass it in as a number"
     )
 
 

@@ -44,7 +44,7 @@ _OF_STRINGS = ("format", "join", "strip", "rstrip", "lstrip", "lower", "upper", 
 """Methods of strings that give a text of texts."""
 
 _MAKE_TEXT = (str, repr, format, ascii)
-_ASK_NOTHING = (callable, isinstance, type, *STAND_INS.values())
+_ASK_NOTHING = (callable, isinstance, type, STAND_INS["isinstance"], STAND_INS["type"])
 """What answers the same of any text."""
 
 _ERROR_ASKED_FOR = ("exc_info", "format_exc", "format_exception")

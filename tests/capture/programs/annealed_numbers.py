@@ -174,3 +174,17 @@ def numbers_that_a_loop_sets_and_the_model_fixes(run: Run) -> None:
         model.rounds, model.tau = 1 + step % 3, 1.0 + step
 
     set_by_loop(run, change)
+
+
+def halves(size: Any) -> int:
+    return int(size // 2)
+
+
+@program(batch=lambda step: (numbers(4, (3, 5, 6)[step], 8, seed=step), step + 2, 0.5 * step + 0.1), ranks=True)
+class WholeNumbersOfSizes(Two):
+    """Sizes that are made whole numbers stay open."""
+
+    def forward(self, x: Tensor, times: int, scale: float) -> Tensor:
+        length, width = map(int, x.shape[1:])
+        h = self.a(x)[:, : int(length * 0.7)]
+        return self.b(h[:, halves(x.shape[1]) - 1 :]).sum(1) * int(times) / float(width)

@@ -27,7 +27,7 @@ class ReadsAValueOrGoesOn(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
         try:
-            index = int(h.sum(0).argmax().item())  # refused
+            index = h.sum(0).argmax().__index__()  # refused
         except Exception:
             index = 0
         return self.b(h) * (index + 1)
