@@ -35,9 +35,14 @@ def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A ``DTensor`` around a rank's local tensor, without any check or communication.
 
     ``DTensor.from_local`` costs 50 to 100 us a call, and a step makes one for every parameter.  ``__init__`` does
-    nothing, but what Dynamo is told of it takes longer than the rest.
+    nothing, but what Dynamo is told of it takes longer than the rest.  One that begins where its part does in other
+    memory, as that of a gradient which is reduced together with others, torch can neither copy deeply nor pickle.
     """
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    if not local.storage_offset():
+        return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    tensor = DTensor.__new__(DTensor, local.new_empty(0), spec, requires_grad=False)
+    tensor._local_tensor = local
+    return tensor
 
 
 def from_part(

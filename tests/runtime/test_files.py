@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import warnings
 from typing import Any
@@ -75,3 +76,27 @@ def test_parts_of_the_first_rank_are_not_those_of_others() -> None:
     assert not first[1]
     assert "holds the part that rank 0 of 2 had of a tensor of shape" in second[1] and "rank 1 of 2 reads" in second[1]
     assert "model.save(path" in second[1]
+
+
+def _copy_in_window() -> float:
+    """How far copies of a plain model, of an optimizer and of gradients, made in a window, are off; a step after it."""
+    model, optimizer = _compiled("fsdp")
+    plain, off = model.up, []
+    for window in model.accumulate(2, [batch(number) for number in range(2)]):
+        for x, y in window:
+            model(x, y).backward()
+            copied, file = copy.deepcopy(plain), io.BytesIO()
+            pairs = list(zip(copied.parameters(), plain.parameters(), strict=True))
+            off += [float((a - b).abs().max()) + float((a.grad - b.grad).abs().max()) for a, b in pairs]
+            copies = [p for group in copy.deepcopy(optimizer).param_groups for p in group["params"]]
+            off += [float((a.grad - b.grad).abs().max()) for a, b in zip(copies, model.parameters(), strict=True)]
+            with warnings.catch_warnings(action="ignore"):
+                torch.save([p.grad for p in plain.parameters()], file)
+            loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+            off += [float((a - b.grad).abs().max()) for a, b in zip(loaded, plain.parameters(), strict=True)]
+            assert all(a.grad.to_local().data_ptr() != b.grad.to_local().data_ptr() for a, b in pairs)
+    return max(off)
+
+
+def test_gradients_in_a_window_are_copied_and_saved() -> None:
+    assert run_on_ranks(_copy_in_window, world_size=2) == [0.0, 0.0]
