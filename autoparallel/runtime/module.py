@@ -30,7 +30,6 @@ from autoparallel.runtime.face import Face
 from autoparallel.runtime.gradients.accumulation import T, Window, windows
 from autoparallel.runtime.norms.clipping import Clipper
 from autoparallel.runtime.norms.limits import ClipGradNorm, Groups, Limit, Nonfinite, Norms
-from autoparallel.runtime.parameters.state import copy_parameter
 from autoparallel.runtime.ranks.dtensors import watch_summands
 from autoparallel.runtime.ranks.randomness import STREAM, from_tensor, may_draw, to_tensor
 from autoparallel.runtime.ranks.replicas import Replicas
@@ -479,7 +478,6 @@ class ParallelModule(Face):
         self._require_values("copy.deepcopy()")
         self._kinds.exchange.of_other("copy.deepcopy()")
         with torch.inference_mode(False):
-            memo |= {id(parameter): copy_parameter(parameter) for parameter in self._store.parameters.values()}
             plain = copy.deepcopy(self._plain, memo)
         replicas = self._kinds.exchange.replicas
         memo[id(self)] = module = ParallelModule(

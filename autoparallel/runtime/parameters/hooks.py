@@ -12,7 +12,7 @@ the store's, which takes that gradient, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -100,6 +100,11 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
         if source is not target:  # or what is registered on it from now on is called for the other, too
             setattr(source, name, None)
         setattr(target, name, hooks)
+
+
+def is_compiled(tensor: torch.Tensor) -> TypeGuard[nn.Parameter]:
+    """Whether a tensor is a parameter of a compiled model, which keeps hooks out of the engine's sight."""
+    return isinstance(getattr(tensor, _torch.autograd.HOOKS[0], None), ParameterHooks)
 
 
 def show_engine(parameter: torch.Tensor, hook: Hook) -> None:

@@ -28,8 +28,10 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.placements import from_dtensor_placements
+from autoparallel.runtime.parameters.hooks import is_compiled
 from autoparallel.runtime.parameters.parts import note_changes, origin_of, replicated
 from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere, local_view, part_like
+from autoparallel.runtime.parameters.state import copy_parameter
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
 from autoparallel.runtime.ranks.files import watch_files
 from autoparallel.runtime.ranks.mixed import watch_operands
@@ -61,6 +63,7 @@ def handle_operators() -> None:
     watch_values()
     watch_writes()
     watch_files()
+    _torch.dtensor.set_methods(__deepcopy__=copy_deeply)
     _torch.dtensor.handle_operators((_ATEN.eye.out, _ATEN.eye.m_out), fill_whole)
     _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_TURNED), refuse_turning)
     watch_strides()
@@ -71,6 +74,14 @@ def handle_operators() -> None:
     _torch.dtensor.handle_operators([_ATEN._cudnn_rnn_flatten_weight.default], leave_apart)
     _torch.dtensor.handle_first((_ATEN.argmax.default, _ATEN.argmin.default), count_from_first)
     watch_operands()
+
+
+def copy_deeply(tensor: Tensor, memo: dict[int, Any]) -> Any:
+    """What ``copy.deepcopy`` makes of a ``DTensor``: of a parameter, a copy without its gradient, as of a plain one."""
+    if id(tensor) in memo or not is_compiled(tensor):
+        return Tensor.__deepcopy__(tensor, memo)
+    memo[id(tensor)] = copied = copy_parameter(tensor)
+    return copied
 
 
 def leave_apart(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
