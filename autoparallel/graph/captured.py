@@ -40,6 +40,13 @@ class CaptureError(RuntimeError):
         note_raised(self)
 
 
+class ReadAgainError(CaptureError):
+    """A call depends on more than it is given: it is read again with that, and captured again."""
+
+    def __init__(self, text: str) -> None:
+        RuntimeError.__init__(self, text)  # the call goes on: it has met no error
+
+
 class FailsUntraced(CaptureError):
     """The model fails in the same line without a trace, where no size is open.
 

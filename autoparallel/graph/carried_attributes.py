@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.graph.captured import CaptureError, InputSpec
+from autoparallel.graph.captured import InputSpec, ReadAgainError
 from autoparallel.graph.changed_arguments import ENTRIES
 from autoparallel.graph.labels import is_entry, split_entry
 from autoparallel.graph.python_state import is_plain
@@ -49,7 +49,7 @@ pytree.register_pytree_node(
 )
 
 
-class ChangesAttributesError(CaptureError):
+class ChangesAttributesError(ReadAgainError):
     """A call changes attributes that it reads, and that it is not given yet.
 
     Attributes:
@@ -59,7 +59,7 @@ class ChangesAttributesError(CaptureError):
     """
 
     def __init__(self, text: str, changes: Mapping[str, tuple[Any, str]]) -> None:
-        RuntimeError.__init__(self, text)  # the ranks go on, so none of them is told of it
+        super().__init__(text)
         self.values = {label: _form_of(value) for label, (value, _) in changes.items()}
         self.lines = {label: line for label, (_, line) in changes.items()}
         self.unseen: Mapping[str, Any] = {}

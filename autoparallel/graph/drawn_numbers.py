@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from autoparallel.graph.captured import CaptureError, NumberSpec
+from autoparallel.graph.captured import NumberSpec, ReadAgainError
 from autoparallel.operators.random import RandomState, number_alone
 
 DRAWS = "numbers that the call draws"
@@ -35,7 +35,7 @@ _GENERATORS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None], Callab
 }
 
 
-class DrawsNumbersError(CaptureError):
+class DrawsNumbersError(ReadAgainError):
     """A call depends on numbers that it draws, and is not given as many yet.
 
     Attributes:
@@ -44,7 +44,7 @@ class DrawsNumbersError(CaptureError):
     """
 
     def __init__(self, text: str, source: str, count: int) -> None:
-        RuntimeError.__init__(self, text)  # the ranks go on, so none of them is told of it
+        super().__init__(text)
         self.source, self.count = source, count
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from autoparallel.graph.calls import Call
+from autoparallel.graph.calls import NUMBERS, Call
 from autoparallel.graph.captured import Captured, CaptureError, NumberSpec, refusal
 from autoparallel.graph.carried_attributes import ChangesAttributesError, attributes_in, is_changed
 from autoparallel.graph.drawn_numbers import drawn_ahead
@@ -72,6 +72,15 @@ class Carried:
         numbers = self._numbers.look(states, call.values, model, loss_fn)
         self.values.update(numbers)
         return bool(numbers)
+
+    def given(self, call: Call) -> tuple[float, ...]:
+        """The numbers of a call that are to be the same on every rank, among its arguments and of what the loop sets;
+        where they are open, its kind does not tell them."""
+        numbers = [s for s in call.specs[: len(call.specs) - call.attributes] if type(s) in NUMBERS]
+        if self._numbers.labels:
+            _, others = attributes_in(call.specs, call.in_spec)
+            numbers += [value for label, value in others.items() if label in self._numbers.labels]
+        return tuple(numbers)
 
     def drop_fixed(self, captured: Captured, call: Call) -> None:
         """Leaves out those numbers that the loop sets and the trace of a call fixes, which it reads by itself."""

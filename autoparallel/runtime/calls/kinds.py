@@ -184,6 +184,7 @@ class Kinds:
         self._fixing: set[object] = set()  # forms of calls whose numbers the model fixes
         self._noted: set[str] = set()  # why sizes have kinds of their own, as far as it has been said
         self.store.before_backward = self._agree_on_backward
+        self.store.before_reduction = self._agree_on_reduction
 
     def __iter__(self) -> Iterator[Kind]:
         return iter({id(kind): kind for kinds in self._kinds.values() for kind in kinds}.values())
@@ -216,8 +217,8 @@ class Kinds:
         whole = self.calls < CHECKED_CALLS or not self._kinds
         synchronise = self.store.synchronise
         require_same = self.exchange.of_call(
-            keyed.call, (keyed.key, len(self._kinds), self._answers(keyed)), problem, whole,
-            lambda: self._describe(keyed.call, synchronise),
+            keyed.call, (keyed.key, len(self._kinds), self._answers(keyed), self.carried.given(call)), problem, whole,
+            lambda: self._describe(keyed, synchronise),
         )  # fmt: skip
         ready = self._ready_for(keyed)
         at_once = whole or problem or self.store.copies or self.exchange.agreement.broken
@@ -248,8 +249,15 @@ class Kinds:
         else:  # a pipeline sends over other groups, too
             require_same()
 
-    def _describe(self, call: Call, synchronise: bool) -> str:
+    def _agree_on_reduction(self) -> None:
+        """Has the ranks show each other that they come to reduce what microbatches have left; of the stages of a
+        pipeline some may have nothing left."""
+        if self.store.everyone is None and not self.exchange.agreement.alone:
+            self.exchange.of_other("a reduction of what was accumulated")
+
+    def _describe(self, keyed: KeyedCall, synchronise: bool) -> str:
         """A call in words, for comparison with those of other ranks."""
+        call, states = keyed.call, self._states.get(keyed.key.call, ())
         trained, count = sum(call.trainable), len(call.trainable)
         modes = ["train" if call.is_training else "eval"]
         modes += ["under no_grad"] * (not call.gradients) + ["in no_sync"] * (not synchronise)
@@ -257,6 +265,8 @@ class Kinds:
         modes += [f"{trained} of {count} parameters trained"] * (trained < count)
         places = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(len(call.specs)), call.in_spec))[0]
         inputs = [_describe_input(path, *x) for (path, _), *x in zip(places, call.specs, call.layouts, strict=True)]
+        others = {label: state for state in states if (label := state.changed(call.values)) is not None}
+        inputs += [f"{label} as {state.describe(label)[1]}" for label, state in others.items()]
         return f"{', '.join(modes)}, inputs {', '.join(inputs)}; {len(self._kinds)} kinds of calls so far"
 
     # -- which kind -------------------------------------------------------------------------------------------------
@@ -451,7 +461,7 @@ def _describe_input(path: Sequence[Any], spec: InputSpec | Any, layout: Layout |
         )
     if isinstance(spec, InputSpec):
         return f"{name} {number_of(spec.shape)}"
-    return repr(spec.value if isinstance(spec, NumberSpec) else spec)
+    return f"{f'{name} ' * bool(name)}{spec.value if isinstance(spec, NumberSpec) else spec!r}"
 
 
 def _first_fitting(kinds: Sequence[Kind], call: Call) -> Kind | None:

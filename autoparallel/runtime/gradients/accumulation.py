@@ -17,7 +17,7 @@ from autoparallel import _torch
 from autoparallel.graph.captured import InputSpec
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.parameters.hooks import show_always
-from autoparallel.runtime.ranks.agreement import agreement_over
+from autoparallel.runtime.ranks.agreement import agree_on, agreement_over
 
 T = TypeVar("T")
 WEIGHTS = ("loss", "equal")
@@ -167,7 +167,7 @@ def _left_over(store: GradientStore) -> str | None:
     agreement = agreement_over(store.mesh)
     if agreement is None:
         return here
-    agreement.settle()
+    agree_on(store.mesh, "a window of accumulate(), with gradients that are there")
     return next((name for name in agreement.gather(here) if name is not None), None)
 
 

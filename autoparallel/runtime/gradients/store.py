@@ -70,6 +70,7 @@ class GradientStore(Carrier):
         self.backwards, self.steps = 0, 0
         self.last_step, self.all_steps = "", b""  # what the last was made by, and a digest of what all were
         self.before_backward: Callable[[], None] = lambda: None
+        self.before_reduction: Callable[[], None] = lambda: None  # of summands that no backward has reduced
         self.when_reduced: Callable[[list[str]], None] | None = None  # is told whose gradients have become whole
         self.window: Any = None  # of accumulate(), while its gradients are not divided
         self._watch_engine()
@@ -367,6 +368,8 @@ class GradientStore(Carrier):
     def flush(self) -> None:
         """Reduces every gradient that is still a summand; a collective that all ranks enter alike."""
         self.passes.end_dead()
+        if self.has_pending:
+            self.before_reduction()
         with self._delivery():
             self._complete_pending()
 

@@ -23,6 +23,7 @@ from autoparallel.comm import waiting
 from autoparallel.comm.groups import CONTROL
 from autoparallel.comm.waiting import Place, RankMismatchError
 from autoparallel.decisions.parameters import PlanError
+from autoparallel.graph.captured import ReadAgainError
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -171,18 +172,23 @@ class Agreement:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """When something inside raises on any rank, every rank raises."""
+        """When something inside raises on any rank, every rank raises; where only some would read a call again, the
+        same error."""
         error: Exception | None = None
         try:
             yield
         except Exception as caught:  # noqa: BLE001 - raised again below
             error = caught
-        failures = self.gather(None if error is None else (isinstance(error, PlanError), str(error)))
+        reads_again = isinstance(error, ReadAgainError)
+        failures = self.gather(None if error is None else (isinstance(error, PlanError), str(error), reads_again))
+        if len({failure is not None and failure[2] for failure in failures}) > 1:
+            texts = ["it is captured" if failure is None else failure[1] for failure in failures]
+            raise _mismatch("the ranks capture the call differently:", self.ranks, texts)
         if error is not None:
             raise error
         for rank, failure in zip(self.ranks, failures, strict=True):
             if failure is not None:
-                is_about_plan, text = failure
+                is_about_plan, text, _ = failure
                 raise (PlanError if is_about_plan else RankMismatchError)(f"rank {rank} failed: {text}")
 
     def share(self, action: Callable[[S], T], items: Sequence[S]) -> list[T]:
