@@ -19,6 +19,7 @@ from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.calls import Call, sizes_of
 from autoparallel.graph.captured import Captured, CaptureError, InputSpec
+from autoparallel.graph.carried_attributes import computed_attributes
 from autoparallel.graph.changed_arguments import shown_changes
 from autoparallel.graph.garbage import FEW, collected_rarely
 from autoparallel.passes.sort_calls import sort_calls
@@ -226,7 +227,7 @@ class Compiler:
         """Chooses the mesh on the training graph, all ranks together; the graph."""
         request, mesh = self.request, self.mesh
         captured = self._capture(call, training=None if call.is_training else True)
-        unable = self.settings.unable or (_attributes_in_pipeline(captured) if captured.attributes else "")
+        unable = self.settings.unable or _why_not_staged(captured)
         search = MeshSearch(request, captured, call, mesh.size(), unable)
         with self._progress.phase("mesh"):
             self.choice, self.is_open = self._choice(search), False
@@ -276,11 +277,11 @@ class Compiler:
 
     def _plan(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:
         plan, first = self.request.plan, self.first
-        if self.request.stages and captured.attributes:
+        if self.request.stages and (why_not := _why_not_staged(captured)):
             raise PlanError(
-                f"{_attributes_in_pipeline(captured)}\n"
-                "What to change: count calls in a registered buffer (self.calls += 1 works on a tensor), set the rest "
-                "outside of forward, or use a mesh without 'pp'."
+                f"{why_not}\n"
+                "What to change: add up in a registered buffer (self.tokens += mask.sum()), set the rest outside of "
+                "forward, or use a mesh without 'pp'."
             )
         if not isinstance(plan, Plan) or at_rest is not None:
             settled = Settled(at_rest)
@@ -365,8 +366,10 @@ class Compiler:
         store.note_layouts()
 
 
-def _attributes_in_pipeline(captured: Captured) -> str:
-    return f"a call {shown_changes(captured.attributes)}, which a pipeline does not carry from stage to stage"
+def _why_not_staged(captured: Captured) -> str:
+    """What a call keeps that one stage makes of its rows; empty for nothing."""
+    computed = computed_attributes(captured)
+    return f"a call {shown_changes(computed)}, which a pipeline does not carry from stage to stage" if computed else ""
 
 
 def mesh_of(plan: Plan, model: nn.Module) -> DeviceMesh:

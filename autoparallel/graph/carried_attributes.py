@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.graph.captured import InputSpec, ReadAgainError
+from autoparallel.graph.captured import Captured, InputSpec, Number, ReadAgainError
 from autoparallel.graph.changed_arguments import ENTRIES
 from autoparallel.graph.labels import is_entry, split_entry
 from autoparallel.graph.python_state import is_plain
@@ -148,6 +148,13 @@ def attributes_in(leaves: Sequence[Any], in_spec: pytree.TreeSpec) -> tuple[Mapp
     """What of something that there is for each input is for attributes, by label: whole numbers, and all others."""
     numbers, others = pytree.tree_unflatten(leaves, in_spec)[1].get(CARRIED, ({}, {}))
     return _by_label(numbers), _by_label(others)
+
+
+def computed_attributes(captured: Captured) -> list[str]:
+    """What a call sets to tensors, or to numbers that it reads of them; the rest follows from what the call is given,
+    whatever its rows are."""
+    attributes = captured.attributes.items()
+    return [name for name, (_, leaves) in attributes if any(isinstance(leaf, int | Number) for leaf in leaves)]
 
 
 def number_of(shape: Sequence[int]) -> int:

@@ -14,6 +14,7 @@ from autoparallel.decisions.decisions import Decisions
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.graph.carried_attributes import computed_attributes
 from autoparallel.graph.changed_arguments import shown_changes
 from autoparallel.graph.fingerprint import fingerprint
 from autoparallel.graph.losses import explain_ambiguity
@@ -159,8 +160,8 @@ def differing(captured: Captured, call: Call, count: int) -> str:
         return problem
     if call.batch % count:
         return f"its {call.batch} rows do not divide by {count}"
-    if captured.attributes:
-        return f"it {shown_changes(captured.attributes)}"
+    if computed := computed_attributes(captured):
+        return f"it {shown_changes(computed)}"
     if captured.mutated_buffers:
         return f"it would change the buffer {captured.mutated_buffers[0]} once in each microbatch"
     return captured.weight.mixes if captured.weight is not None else ""
