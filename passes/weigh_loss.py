@@ -100,7 +100,8 @@ def chain_of(loss: fx.Node) -> list[fx.Node]:
 
 def terms_of(loss: fx.Node, inputs: Collection[str]) -> tuple[set[fx.Node], list[fx.Node]]:
     """The means, sums and quotients that a loss adds up and for which inputs are read, and the calls between."""
-    reads = followers(loss.graph, {node for node in loss.graph.nodes if node.name in inputs})
+    nodes = [node for node in loss.graph.nodes if node.name in inputs]
+    reads = followers(loss.graph, {node for node in nodes if not node.users or not all(map(_is_number, node.users))})
     between: set[fx.Node] = set()
     ends: dict[fx.Node, None] = {}
     left = [loss]
@@ -194,4 +195,14 @@ def _strip_clamp(divisor: fx.Node) -> fx.Node | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
+    """Whether a value is a number, or made of numbers that the call is given: whatever its rows are, it is the same."""
+    if not isinstance(value, fx.Node):
+        return isinstance(value, int | float)
+    return not is_tensor(value) and all(map(_holds_number, ancestors(value.graph, {value})))
+
+
+def _holds_number(node: fx.Node) -> bool:
+    """Whether a value is a number, or what a call is given one as: a tensor of no dims, or the size of an empty one."""
+    if not is_tensor(node):
+        return True
+    return node.op == "placeholder" and (not shape_of(node) or 0 in shape_of(node))

@@ -147,18 +147,18 @@ def _cross_entropy(
     if target.is_floating_point():  # the probabilities of classes
         return func(input, target * (1 - s) + s / input.shape[dim], **plain)
     odds = F.log_softmax(input, dim)
-    of_labels = F.nll_loss(odds, target, weight, ignore_index=ignore_index, reduction=reduction)
+    summed = reduction if reduction == "none" else "sum"
+    of_labels = F.nll_loss(odds, target, weight, ignore_index=ignore_index, reduction=summed)
     ignored = target == ignore_index
     shape = [-1 if d == dim else 1 for d in range(input.ndim)]
     losses = -(odds if weight is None else odds * weight.view(shape)).sum(dim).masked_fill(ignored, 0.0)
+    loss = (1 - s) * of_labels + _REDUCTIONS[summed](losses) * (s / input.shape[dim])
     if reduction != "mean":
-        losses = _REDUCTIONS[reduction](losses)
-    elif weight is None:
-        losses = losses.sum() / (~ignored).sum()
-    else:
-        weights = weight.gather(0, target.masked_fill(ignored, 0).flatten())
-        losses = losses.sum() / weights.masked_fill(ignored.flatten(), 0).sum()
-    return (1 - s) * of_labels + losses * (s / input.shape[dim])
+        return loss
+    if weight is None:
+        return loss / (~ignored).sum()  # one count for both, by which microbatches are weighed
+    weights = weight.gather(0, target.masked_fill(ignored, 0).flatten())
+    return loss / weights.masked_fill(ignored.flatten(), 0).sum()
 
 
 def _gaussian_nll_loss(
