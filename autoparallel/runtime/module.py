@@ -17,6 +17,7 @@ from autoparallel import _torch
 from autoparallel.checkpoint.loading import Checkpoint, load
 from autoparallel.checkpoint.pretrained import export, read
 from autoparallel.checkpoint.saving import Save, World, save
+from autoparallel.comm.waiting import RankMismatchError
 from autoparallel.comm.world import mesh_text
 from autoparallel.graph.calls import Call
 from autoparallel.graph.hooks import guard_direct_calls
@@ -102,6 +103,8 @@ class ParallelModule(Face):
         """A call, and why this rank cannot make it, if it cannot; raises on every rank where it is none on any."""
         try:
             return self._calls.read(args, kwargs, self._whole.entered)
+        except RankMismatchError:  # on every rank already
+            raise
         except Exception as error:  # noqa: BLE001 - raised on every rank
             self._kinds.exchange.of_error(error)
 

@@ -120,6 +120,9 @@ class CallReader:
             value = attribute_at(self.plain, label, self.kinds.maker.loss_fn)
             if value is MISSING and is_entry(label):  # the loop has emptied the container
                 continue
+            if isinstance(value, DTensor) and value.device_mesh == self.kinds.maker.mesh:  # as a call has made it
+                self.kinds.exchange.of_other(f"a call that reads {label}")
+                value = _torch.dtensor.gather(value)
             is_constant = is_plain(value) and not isinstance(value, int)
             if not (is_constant or may_be_carried(value)) or isinstance(value, DTensor):
                 form = "gone" if value is MISSING else f"a {type(value).__name__}"

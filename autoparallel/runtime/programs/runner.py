@@ -103,10 +103,10 @@ class Runner:
             buffers: replace some of the model's, by name.
             held: parameters as they are used that are there already, by placeholder: whole buckets of them.
         """
-        values: dict[str, Any] = {**self.fixed, **(held or {})}
+        values: dict[str, Any] = {**{name: _whole(x) for name, x in self.fixed.items()}, **(held or {})}
         for name, path in self.program.captured.buffers.items():
             replacement = buffers.get(path) if buffers else None
-            value = tensor_at(self.plain, path) if replacement is None else replacement
+            value = self._read(path) if replacement is None else replacement
             values[name] = value.clone() if path in self.saved_buffers else value
         for leaf_name, leaf in zip(self.leaf_names, leaves, strict=True):
             if leaf_name is not None:
@@ -124,11 +124,31 @@ class Runner:
         self.regathered = [b.number for b in hooks.regathered()]
         return outputs
 
+    def _read(self, path: str) -> torch.Tensor:
+        """A buffer, or an attribute.
+
+        Raises:
+            RuntimeError: for one that the loop has set to a tensor which requires a gradient, on several ranks.
+        """
+        value = _whole(tensor_at(self.plain, path))
+        if value.requires_grad and torch.is_grad_enabled() and self.store.mesh.size() > 1:
+            raise RuntimeError(
+                f"{path}, which is no parameter, requires a gradient: each rank's would be of its own rows alone\n"
+                "What to change: register it as an nn.Parameter; or clear its requires_grad, if nobody reads its "
+                "gradient."
+            )
+        return value
+
     def _named_body(self) -> Callable[..., Any]:
         """The body, which names its modules in a profile; one that is compiled names its regions itself."""
         if self._named is None:
             self._named = name_modules(self.program.body) if self.body is self.program.body else self.body
         return self._named
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    """What a call has set, which may lie as it was made, as a program reads it."""
+    return _torch.dtensor.gather(value) if isinstance(value, DTensor) else value
 
 
 class Delivery:
