@@ -35,7 +35,7 @@ from autoparallel.capture.functional.functional import make_functional
 from autoparallel.capture.functional.layers import NotAlike, Stack, find_stacks, leave_out
 from autoparallel.capture.functional.passes import filling_passes, resolving_passes, tracing_passes
 from autoparallel.capture.functional.selections import group_selections
-from autoparallel.capture.functional.ways import Way, literals_of, merge
+from autoparallel.capture.functional.ways import FixedOnOneWayError, SetOnOneWayError, Way, literals_of, merge
 from autoparallel.capture.python.changes import ContainerChangedError, StateChangedError, Written
 from autoparallel.capture.python.globals_read import (
     GlobalsRead,
@@ -60,7 +60,7 @@ from autoparallel.capture.tracing.tracing import everything_seen
 from autoparallel.capture.training import Training
 from autoparallel.capture.user_warnings import only_the_users
 from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec
-from autoparallel.graph.carried_attributes import ChangesAttributesError, without_attributes
+from autoparallel.graph.carried_attributes import ChangesAttributesError, attributes_in, without_attributes
 from autoparallel.graph.drawn_numbers import CHECKS, TORCH
 from autoparallel.graph.hooks import HookTemplate, require_full_hooks
 from autoparallel.graph.layers import find_runs, is_checkpointed, layer_of
@@ -225,7 +225,7 @@ class Attempt:
     def trace(self, stacks: list[Stack], as_compiled: bool = False) -> Captured:
         """Traces a copy without the inner layers of its stacks, and fills them up."""
         try:
-            way = self._trace_ways(stacks, as_compiled)
+            way = self._trace_all_ways(stacks, as_compiled)
         except CaptureError as error:
             if as_compiled or self.asked_at is None:
                 raise
@@ -264,6 +264,21 @@ class Attempt:
         for line, what in findings.left_out.items():
             LOGGER.warning(LEFT_OUT, what, line)
         return captured
+
+    def _trace_all_ways(self, stacks: list[Stack], as_compiled: bool) -> Way:
+        """The same, once more for each attribute that only one of the ways sets, and for each whole number among them
+        that only one fixes."""
+        numbers, _ = attributes_in(range(len(self.specs)), self.in_spec)
+        while True:
+            try:
+                return self._trace_ways(stacks, as_compiled)
+            except SetOnOneWayError as error:
+                self.copies.returned |= error.labels
+            except FixedOnOneWayError as error:
+                labels = {label for label, place in numbers.items() if place == error.place}
+                if not labels or labels <= self.copies.fixed:
+                    raise
+                self.copies.fixed |= labels
 
     def _trace_ways(self, stacks: list[Stack], as_compiled: bool) -> Way:
         """A trace that goes all ways on which Python may go on from where it asks for a tensor's value."""
@@ -476,7 +491,8 @@ def _export(wrapper: Training, inputs: FakeInputs, trace: Trace) -> Way:
                 program = make_functional(program)
                 defer_numbers(program.graph, inputs.number_names(program))
                 _name_outputs(program)
-                return Way(program, wrapper.findings, wrapper.recorder, trace, findings[Draws].count, literals)
+                labels = frozenset(without_attributes(inputs.arguments[1])[1])
+                return Way(program, wrapper.findings, wrapper.recorder, trace, findings[Draws].count, literals, labels)
     except CaptureError:
         raise
     except Exception as error:

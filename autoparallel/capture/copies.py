@@ -56,6 +56,8 @@ class Copies:
         closures: of the model's functions, as the last copy has them.
         journals: the labels of lists and dicts that a run has changed: it may only add to them.
         read: the labels of those that it has read as well.
+        returned: the labels of attributes that calls are given, and return also where they leave them as they are.
+        fixed: the labels of those that are whole numbers, and no longer open.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class Copies:
         self.recorders: list[Recorder] = []
         self.journals: set[str] = set()
         self.read: set[str] = set()
+        self.returned: set[str] = set()
+        self.fixed: set[str] = set()
         self.owners = _owners_of(model)
         registered = (*_torch.tensors.parameters_of(model), *model.buffers())
         self.fakes: dict[int, Any] = {id(t): self._fake(t) for t in registered}
@@ -128,7 +132,17 @@ class Copies:
         recorder = Recorder(model, plain, table, self._trained, pair, self._constants, self.journals, self.read)
         self.recorders.append(recorder)
         inputs = self._inputs
-        wrapper = Training(plain, loss, self._precision, recorder, inputs.alike, inputs.numbers, inputs.twins)
+        wrapper = Training(
+            plain,
+            loss,
+            self._precision,
+            recorder,
+            inputs.alike,
+            inputs.numbers,
+            inputs.twins,
+            self.returned,
+            self.fixed,
+        )  # fmt: skip
         keep_lines_of(loss)
         wrapper.training = plain.training
         wrapper.findings.copies = table

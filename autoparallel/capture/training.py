@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,8 @@ class Training(nn.Module):
         alike: the open dims of inputs, each an input and a dim, in sets of the same size: one symbol stands for a set.
         numbers: the values of inputs that are tensors in the graph, and numbers to the model, by their places.
         twins: the inputs that are the same tensor as an earlier one, with that.
+        returned: the labels of attributes that a call returns as it is given them, where it does not set them.
+        fixed: the labels of those that are whole numbers and no longer open.
     """
 
     def __init__(
@@ -107,9 +109,11 @@ class Training(nn.Module):
         alike: Sequence[Sequence[tuple[int, int]]],
         numbers: Mapping[int, int | float],
         twins: Sequence[tuple[int, int]],
+        returned: Collection[str] = (),
+        fixed: Collection[str] = (),
     ) -> None:
         super().__init__()
-        self.alike, self.numbers, self.twins = alike, numbers, twins
+        self.alike, self.numbers, self.twins, self.returned, self.fixed = alike, numbers, twins, returned, fixed
         self.model = model
         self.loss_fn = loss_fn
         cast = precision is not None and precision.cast_forward_inputs
@@ -145,6 +149,8 @@ class Training(nn.Module):
         kwargs, attributes = without_attributes(kwargs)
         if trace is not None:
             trace.ahead = drawn
+            with trace.silent():
+                attributes |= {label: int(attributes[label]) for label in self.fixed}
         exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
         with entries_exchanged(self.recorder.containers.held, exchange.exchanged), self.recorder.carrying(attributes):
             with self.recorder, DataAccess(), exchange:
@@ -152,6 +158,8 @@ class Training(nn.Module):
                 outputs = without_journals(outputs) if self.recorder.containers.has_journals else outputs
                 leaves, self.findings.spec = flatten_results(outputs)
             written = self.recorder.take(in_order=not self.findings.questions)
+            if left := {label: attributes[label] for label in self.returned if label not in written}:
+                written = dict(sorted({**written, **left}.items(), reverse=True))
         if trace is not None:
             _require_unset(trace.attributes)
         _require_leaves(leaves)

@@ -14,28 +14,49 @@ Merged:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
-from torch.utils import _pytree as pytree
+from torch.export.graph_signature import (
+    ConstantArgument,
+    InputKind,
+    InputSpec,
+    OutputSpec,
+    TensorArgument,
+)
 
 from autoparallel._torch.export import size_guards
 from autoparallel._torch.numbers import condition
 from autoparallel.capture.functional.inner_graphs import inner_graph, insert_call
+from autoparallel.capture.functional.returned_numbers import make_tensors
+from autoparallel.capture.functional.way_graphs import (
+    are_alike,
+    calls_behind,
+    calls_for,
+    calls_to,
+    do_the_same,
+    explain_difference,
+    is_number_given,
+    last_result,
+    place_of,
+    read_outputs,
+    reads_of,
+    what_is_done,
+)
 from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.refusals import INSTEAD_OF_WAYS
 from autoparallel.capture.tracing.trace import Trace
 from autoparallel.capture.training import Findings
 from autoparallel.graph.captured import CaptureError, SizeGuard, refusal
+from autoparallel.graph.carried_attributes import ChangesAttributesError
 from autoparallel.graph.changed_arguments import shown_changes
 from autoparallel.graph.layers import draw_of
 from autoparallel.graph.lines import marks_of
-from autoparallel.operators.control_flow import IF_ELSE, control_operator, take_apart, what_of
+from autoparallel.operators.control_flow import IF_ELSE, control_operator
 from autoparallel.operators.opaque import CALL, HOOK
 from autoparallel.rules.calls import READS
 
@@ -60,6 +81,7 @@ class Way:
     Args:
         draws: how many times it draws random numbers.
         literals: the constants that the model makes of numbers (``torch.tensor(0.5)``), each trace its own.
+        labels: of the attributes that the call is given.
 
     Attributes:
         guards: what it takes for granted of sizes.
@@ -73,6 +95,7 @@ class Way:
     trace: Trace
     draws: int
     literals: set[str]
+    labels: Set[str]
 
     def __post_init__(self) -> None:
         values = [node.meta.get("val") for node in self.program.graph.find_nodes(op="placeholder")]
@@ -84,10 +107,36 @@ class Way:
             self.state.inputs.append(self.trace.inputs.taken())
 
 
+class SetOnOneWayError(Exception):
+    """Only one of two ways sets attributes that the call is given: the other must return them as they are.
+
+    Attributes:
+        labels: of these.
+    """
+
+    def __init__(self, labels: Set[str]) -> None:
+        super().__init__(labels)
+        self.labels = labels
+
+
+class FixedOnOneWayError(CaptureError):
+    """Only one of two ways fixes a size.
+
+    Attributes:
+        place: of the input among all.
+    """
+
+    def __init__(self, text: str, place: int) -> None:
+        super().__init__(text)
+        self.place = place
+
+
 def merge(first: Way, second: Way) -> None:
     """Makes ``first`` the program of both, which have had different answers to the last question of each.
 
     Raises:
+        SetOnOneWayError: where one sets what the other leaves as the call is given it.
+        ChangesAttributesError: where the call is not given that.
         CaptureError: where they differ in what no such call can do.
     """
     question = first.findings.questions[-1]
@@ -111,13 +160,31 @@ def _require_same_python(first: Way, second: Way, refused: Callable[[str], Captu
     """Refuses what the ways leave behind beside their tensors."""
     if first.findings.spec != second.findings.spec or first.findings.counted != second.findings.counted:
         raise refused("one returns what nests otherwise")
-    ours, theirs = first.findings.attributes, second.findings.attributes
-    if changed := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
-        raise refused(f"one {shown_changes(changed[:1])}")
-    if changed := sorted(first.recorder.rebound ^ second.recorder.rebound):
-        raise refused(f"one binds the buffer {changed[0]} anew: write into it, {changed[0]}.copy_(...)")
+    _require_same_attributes(first, second, refused)
+    for one, other in ((first, second), (second, first)):
+        in_place = {str(target) for _, target in read_outputs(other.program)[0]} - {None}
+        for name in sorted(one.recorder.rebound - other.recorder.rebound):
+            if f"model.{name}" in in_place:
+                raise refused(f"one binds the buffer {name} anew: write into it, {name}.copy_(...)")
+    first.recorder.rebound |= second.recorder.rebound
     if first.draws != second.draws or first.trace.counts != second.trace.counts:
         raise refused(_DRAWS)
+
+
+def _require_same_attributes(first: Way, second: Way, refused: Callable[[str], CaptureError]) -> None:
+    """Raises where only one of the ways sets an attribute."""
+    ours, theirs = first.findings.attributes, second.findings.attributes
+    changed = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    if not changed:
+        return
+    written = first.recorder.written | second.recorder.written
+    line = first.findings.questions[-1].line
+    to_give = {name: (written[name].value, line) for name in changed if name in written and written[name].may_stay}
+    if any(name in ours and name in theirs or name not in {*first.labels, *to_give} for name in changed):
+        raise refused(f"one {shown_changes(changed[:1])}")
+    if labels := first.labels & {*changed}:
+        raise SetOnOneWayError(labels)
+    raise ChangesAttributesError(str(refused(f"one {shown_changes(changed[:1])}")), to_give)
 
 
 _DRAWS = "one draws random numbers"
@@ -136,21 +203,22 @@ class _Merged:
         self.first, self.second, self.refused = first.program, second.program, refused
         self.literals = first.literals, second.literals
         self.graph = self.first.graph
-        self.questions = _last_result(self.first), _last_result(self.second)
+        self.questions = last_result(self.first), last_result(self.second)
         self.twins: dict[fx.Node, fx.Node] = {}  # of what the second has in common with the first
 
     def make(self) -> None:
         """Rewrites the first program."""
+        make_tensors((self.first, self.second))
         self._share_inputs()
         self._share_beginning()
         results = self._results()
-        first, second = (_calls_behind(question) for question in self.questions)
+        first, second = (calls_behind(question) for question in self.questions)
         pairs = self._common_end(first, second, [pair for _, pair in results if isinstance(pair, tuple)])
         self.twins.update((b, a) for a, b in pairs)
         first, second = (way[: len(way) - len(pairs)] for way in (first, second))
         for node in (*first, *second):
             self._require_plain(node)
-        joints = {self._key(x, y): None for a, b in pairs for x, y in zip(_reads(a), _reads(b), strict=True)}
+        joints = {self._key(x, y): None for a, b in pairs for x, y in zip(reads_of(a), reads_of(b), strict=True)}
         joints |= {self._key(*pair): None for _, pair in results if isinstance(pair, tuple)}
         results_of = self._join(first, second, [pair for pair in joints if pair[0] is not pair[1]])
 
@@ -158,7 +226,7 @@ class _Merged:
             return results_of.get(self._key(x, y), x)
 
         for a, b in pairs:
-            others = iter(_reads(b))
+            others = iter(reads_of(b))
             a.args, a.kwargs = fx.map_arg((a.args, a.kwargs), lambda x, others=others: follow(x, next(others)))  # type: ignore[misc]
         values = [follow(*pair) if isinstance(pair, tuple) else pair for _, pair in results]
         self.graph.output_node().args = (tuple(values),)
@@ -173,12 +241,14 @@ class _Merged:
         ours, theirs = ({n.name: n for n in p.graph.find_nodes(op="placeholder")} for p in (self.first, self.second))
         signature = self.first.graph_signature
         places = {(spec.kind, spec.target): ours.get(spec.arg.name) for spec in signature.input_specs}
-        names = iter([spec.arg.name for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT])
+        names = enumerate([spec.arg.name for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT])
+        place = 0
         constants = [spec for spec in signature.input_specs if spec.kind == InputKind.CONSTANT_TENSOR]
         for spec in self.second.graph_signature.input_specs:
             node = theirs.get(spec.arg.name)
             if spec.kind == InputKind.USER_INPUT:
-                twin = ours.get(next(names))
+                place, name = next(names)
+                twin = ours.get(name)
             elif spec.kind == InputKind.CONSTANT_TENSOR:
                 same = [c.arg.name for c in constants if self._is_one(str(c.target), str(spec.target))]
                 twin = ours[same[0]] if same else self._add_constant(node, spec)
@@ -186,8 +256,11 @@ class _Merged:
                 twin = places.get((spec.kind, spec.target))
             if node is None:
                 continue
-            if twin is None or not _alike(twin, node):
-                raise self.refused("one fixes a size that the other leaves open") from ValueError("sizes differ")
+            if twin is None or not are_alike(twin, node):
+                why = self.refused("one fixes a size that the other leaves open")
+                if spec.kind == InputKind.USER_INPUT:
+                    raise FixedOnOneWayError(str(why), place) from ValueError("sizes differ")
+                raise why from ValueError("sizes differ")
             self.twins[node] = twin
 
     def _is_one(self, name: str, other: str) -> bool:
@@ -219,14 +292,15 @@ class _Merged:
         """All that comes before the question is made in any case; what only the second way reads of it was dropped from
         the first."""
         table: dict[Any, list[fx.Node]] = {}
-        for node in _calls_to(self.questions[0]):
-            table.setdefault((_what(node), tuple(_reads(node))), []).append(node)
-        for node in _calls_to(self.questions[1]):
-            alike = table.get((_what(node), tuple(self.twins[x] for x in _reads(node))))
+        for node in calls_to(self.questions[0]):
+            table.setdefault((what_is_done(node), tuple(reads_of(node))), []).append(node)
+        for node in calls_to(self.questions[1]):
+            alike = table.get((what_is_done(node), tuple(self.twins[x] for x in reads_of(node))))
             if alike:
                 self.twins[node] = alike.pop(0)
                 continue
-            self._require_plain(node)
+            if not is_number_given(node):
+                self._require_plain(node)
             with self.graph.inserting_before(self.questions[0]):
                 self.twins[node] = copy = self.graph.node_copy(node, self.twins.__getitem__)
             copy.meta = dict(node.meta)
@@ -236,11 +310,11 @@ class _Merged:
     def _results(self) -> list[tuple[OutputSpec, Pair | Any]]:
         """What the program returns: for each spec, what the two ways have, or a value that both have; the question that
         is answered is none of it."""
-        changes, returned = zip(*(_read_outputs(program) for program in (self.first, self.second)), strict=True)
+        changes, returned = zip(*(read_outputs(program) for program in (self.first, self.second)), strict=True)
         results: list[tuple[OutputSpec, Pair | Any]] = []
         for place in {**changes[0], **changes[1]}:
             (spec, ours), (_, theirs) = (
-                of.get(place) or ((changes[0] | changes[1])[place][0], _place_of(place, program))
+                of.get(place) or ((changes[0] | changes[1])[place][0], place_of(place, program))
                 for of, program in zip(changes, (self.first, self.second), strict=True)
             )
             results.append((spec, (ours, theirs)))
@@ -262,19 +336,19 @@ class _Merged:
             results: what both return.
         """
         most = min(len(ours), len(theirs))
-        length = next((i for i in range(most) if not _do_the_same(ours[-1 - i], theirs[-1 - i])), most)
+        length = next((i for i in range(most) if not do_the_same(ours[-1 - i], theirs[-1 - i])), most)
         pairs = list(zip(ours[len(ours) - length :], theirs[len(theirs) - length :], strict=True))
         while True:
             places = {node: i for i, pair in enumerate(pairs) for node in pair}
             too_early = 0  # so many pairs do not belong to the end
             for i, (a, b) in [*enumerate(pairs), *((len(pairs), pair) for pair in results)]:
-                for x, y in [(a, b)] if i == len(pairs) else zip(_reads(a), _reads(b), strict=True):
+                for x, y in [(a, b)] if i == len(pairs) else zip(reads_of(a), reads_of(b), strict=True):
                     if x in places or y in places:
                         if places.get(x) != places.get(y):
                             too_early = max(too_early, 1 + max(places.get(x, -1), places.get(y, -1)))
                     elif not self._can_join(x, y):
                         if i == len(pairs):
-                            raise self.refused(_explain(x, y))
+                            raise self.refused(explain_difference(x, y))
                         too_early = max(too_early, i + 1)
             if not too_early:
                 return pairs
@@ -283,7 +357,7 @@ class _Merged:
     def _can_join(self, x: fx.Node, y: fx.Node) -> bool:
         """Whether one value may stand for what the ways have made before their common end."""
         tensors = all(isinstance(node.meta.get("val"), torch.Tensor) for node in (x, y))
-        return self.twins.get(y) is x or tensors and _alike(x, y)
+        return self.twins.get(y) is x or tensors and are_alike(x, y)
 
     def _key(self, x: fx.Node, y: fx.Node) -> Pair:
         """What stands at a place, with what is of both ways as the first has it."""
@@ -311,11 +385,14 @@ class _Merged:
         """
         if not joints:
             return {}
-        ways = [_calls_for(ours, [x for x, _ in joints]), _calls_for(theirs, [y for _, y in joints])]
+        ways = [calls_for(ours, [x for x, _ in joints]), calls_for(theirs, [y for _, y in joints])]
         inside = {*ways[0], *ways[1]}
         read = {
             self.twins.get(x, x): None
-            for x in [*(x for way in ways for node in way for x in _reads(node)), *(x for pair in joints for x in pair)]
+            for x in [
+                *(x for way in ways for node in way for x in reads_of(node)),
+                *(x for pair in joints for x in pair),
+            ]
             if x not in inside
         }
         operands = [node for node in self.graph.nodes if node in read]
@@ -324,90 +401,3 @@ class _Merged:
         behind = ours[-1] if ours else self.questions[0]
         items = insert_call(behind, target, arguments, [x for x, _ in joints], marks_of(self.questions[0]))
         return dict(zip(joints, items, strict=True))
-
-
-# --------------------------------------------------------------------------------------------------- reading graphs
-
-
-def _last_result(program: ExportedProgram) -> fx.Node:
-    results: Any = program.graph.output_node().args[0]
-    last: fx.Node = results[-1]
-    return last
-
-
-def _calls_to(last: fx.Node) -> Iterator[fx.Node]:
-    """The calls before a node, and that."""
-    for node in last.graph.nodes:
-        if node.op != "placeholder":
-            yield node
-        if node is last:
-            return
-
-
-def _calls_behind(first: fx.Node) -> list[fx.Node]:
-    """The calls after a node."""
-    nodes = list(first.graph.nodes)
-    return [node for node in nodes[nodes.index(first) + 1 :] if node.op not in ("placeholder", "output")]
-
-
-def _reads(node: fx.Node) -> list[fx.Node]:
-    """What a call reads, one after another, some perhaps twice."""
-    reads: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), reads.append)
-    return reads
-
-
-def _what(node: fx.Node) -> tuple[Any, ...]:
-    """A call without what it reads."""
-    module: Any = node.graph.owning_module
-    return node.op, what_of(node, module), take_apart(node.args, node.kwargs)[0]
-
-
-def _do_the_same(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two calls are alike but for what they read."""
-    return _what(a) == _what(b) and _alike(a, b)
-
-
-def _alike(x: fx.Node, y: fx.Node) -> bool:
-    """Whether two values have the same sizes and dtypes."""
-    return _kinds(x) == _kinds(y)
-
-
-def _kinds(node: fx.Node) -> list[Any]:
-    return [
-        (tuple(map(str, v.shape)), v.dtype) if isinstance(v, torch.Tensor) else str(v)
-        for v in pytree.tree_leaves(node.meta.get("val"))
-    ]
-
-
-def _explain(x: fx.Node, y: fx.Node) -> str:
-    """Why no value can stand for two."""
-    shown = [", ".join(f"{list(k[0])} {k[1]}" if isinstance(k, tuple) else k for k in _kinds(n)) for n in (x, y)]
-    return f"one makes {shown[0]} of what is {shown[1]} on the other".replace("torch.", "")
-
-
-def _calls_for(way: Sequence[fx.Node], results: Collection[fx.Node]) -> list[fx.Node]:
-    """The calls of a way that results are made of."""
-    sources = {*results}
-    for node in reversed(way):
-        if node in sources:
-            sources.update(_reads(node))
-    return [node for node in way if node in sources]
-
-
-Changes = dict[tuple[OutputKind, str | None], tuple[OutputSpec, fx.Node]]
-
-
-def _read_outputs(program: ExportedProgram) -> tuple[Changes, list[tuple[OutputSpec, Any]]]:
-    """What a program changes in place, by what that is, and what it returns."""
-    values: Any = program.graph.output_node().args[0]
-    rows = list(zip(program.graph_signature.output_specs, values, strict=True))
-    changes = {(s.kind, s.target): (s, value) for s, value in rows if s.kind != OutputKind.USER_OUTPUT}
-    return changes, [row for row in rows if row[0].kind == OutputKind.USER_OUTPUT]
-
-
-def _place_of(place: tuple[OutputKind, str | None], program: ExportedProgram) -> fx.Node:
-    """What a program does not change."""
-    names = {spec.target or spec.arg.name: spec.arg.name for spec in program.graph_signature.input_specs}
-    name = names.get(str(place[1]), str(place[1]))
-    return next(node for node in program.graph.find_nodes(op="placeholder") if node.name == name)

@@ -12,6 +12,7 @@ from autoparallel._torch.tensors import storage_mark
 from autoparallel.capture.python.containers import leaves_of
 from autoparallel.capture.python.watched import may_leave
 from autoparallel.graph.captured import CaptureError, refusal
+from autoparallel.graph.carried_attributes import may_be_carried
 from autoparallel.graph.plain_tensors import has_place
 from autoparallel.graph.python_state import MISSING, is_data, is_plain, is_same, shown
 
@@ -33,6 +34,18 @@ class Written:
     name: str
     value: Any
     fills: bool
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether a call can be given what stood there, and return that in the place of what it sets otherwise."""
+        before = self.table.get(self.name, MISSING)
+        return all(map(may_be_carried, (before, self.value))) and _kind_of(before) is _kind_of(self.value)
+
+
+def _kind_of(value: Any) -> type:
+    """The type of a value, but one for all tensors, and that of Python's for open numbers."""
+    opened = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    return torch.Tensor if isinstance(value, torch.Tensor) else opened.get(type(value), type(value))
 
 
 class StateChangedError(CaptureError):

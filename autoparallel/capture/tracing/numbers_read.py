@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -87,6 +88,25 @@ def _equals(compares: Callable[[Any, Any], Any], *, holds: bool) -> Callable[[An
     return method
 
 
+def _computes(kind: type, name: str) -> Callable[[Any, Any], Any]:
+    """What stands for arithmetic of numbers: an answer among them is 1 or 0, of which torch fixes which one.
+
+    Args:
+        name: of the method, which begins with an r where the second number is that on the left.
+    """
+    original: Any = vars(kind).get(f"__{name}__")
+
+    def method(self: Any, other: Any) -> Any:
+        trace, numbers = listening(), (other, self) if name[0] == "r" else (self, other)
+        answers = [x for x in numbers if isinstance(x, torch.SymBool)]
+        if trace is not None and answers and any(_torch.export.is_read(x, trace.numbers) for x in answers):
+            x, y = (torch.sym_ite(n, 1, 0) if isinstance(n, torch.SymBool) else n for n in numbers)
+            return getattr(operator, name.removeprefix("r"))(x, y)
+        return NotImplemented if original is None else original(self, other)
+
+    return method
+
+
 _OF_NAN = "ask the tensor, if x.isnan().any(): ..., or look at the loss in the loop"
 
 READS: dict[Any, Callable[..., Any]] = dict.fromkeys(
@@ -101,6 +121,11 @@ NAMES: tuple[tuple[Any, str, Any], ...] = (
         for name, sign in (("__ne__", "!="), ("__eq__", "=="), ("__le__", "<="), ("__ge__", ">="))
     ),
     (kinds_of_numbers, "choose", _choose),
+    *(
+        (kind, f"__{name}__", _computes(kind, name))
+        for kind in (torch.SymBool, torch.SymInt, torch.SymFloat)
+        for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv")
+    ),
     (torch.SymBool, "__eq__", _equals(torch.SymBool.__eq__, holds=True)),
     (torch.SymBool, "__ne__", _equals(torch.SymBool.__ne__, holds=False)),
 )

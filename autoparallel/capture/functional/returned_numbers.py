@@ -1,0 +1,74 @@
+"""Numbers that two ways return at one place (``return not n > 0``, ``self.bad = 0`` on one way and ``self.bad += 1`` on
+the other): as tensors, which one call can choose from (see ``ways``).
+
+The answer True:
+    return (h, 0, clone)
+The answer False:
+    add = operator.add(sym_size, 1);  return (h, add, clone)
+As tensors:
+    full = aten.full([], 0, dtype=torch.int64);  return (h, full, clone)
+    add = operator.add(sym_size, 1);  full = aten.full([], add, dtype=torch.int64);  return (h, full, clone)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import (
+    ConstantArgument,
+    OutputSpec,
+    SymBoolArgument,
+    SymFloatArgument,
+    SymIntArgument,
+)
+
+from autoparallel.capture.functional.way_graphs import calls_behind, last_result, read_outputs
+from autoparallel.graph.lines import marks_of
+from autoparallel.passes.emitter import Emitter
+
+_DTYPES: dict[type, torch.dtype] = {float: torch.float64, int: torch.int64, bool: torch.bool}
+_ARGUMENTS: dict[type, Any] = {float: SymFloatArgument, int: SymIntArgument, bool: SymBoolArgument}
+
+
+def make_tensors(programs: Sequence[ExportedProgram]) -> None:
+    """Makes tensors of the numbers that programs return at one place, where which one it is shows when a way is taken:
+    of the type of Python's that all have there."""
+    for rows in zip(*(read_outputs(program)[1][:-1] for program in programs), strict=False):
+        kind, *others = {_type_of(*row) for row in rows}
+        shown = {_shown(value) for _, value in rows}
+        if kind is None or others or len(shown) == 1 and None not in shown:
+            continue
+        for program, (spec, value) in zip(programs, rows, strict=True):
+            if _shown(value) is not None:
+                tensor = _insert_number(program, value, _DTYPES[kind])
+                values: list[Any] = list(program.graph.output_node().args[0])
+                values[program.graph_signature.output_specs.index(spec)] = tensor
+                spec.arg = _ARGUMENTS[kind](tensor.name)
+                program.graph.output_node().args = (tuple(values),)
+
+
+def _insert_number(program: ExportedProgram, number: Any, dtype: torch.dtype) -> fx.Node:
+    """A tensor of a number that is made as early in a way as it can be: what follows may be what the other way does."""
+    question = last_result(program)
+    calls = calls_behind(question)
+    emit = Emitter((number if number in calls else question).next)
+    tensor = emit(torch.ops.aten.full.default, [], number, dtype=dtype)
+    tensor.meta |= marks_of(question)
+    return tensor
+
+
+def _type_of(spec: OutputSpec, value: Any) -> type | None:
+    """The type of a number that a program returns; None for what is no number."""
+    if isinstance(spec.arg, ConstantArgument):
+        return type(value) if type(value) in _DTYPES else None
+    return next((kind for kind, argument in _ARGUMENTS.items() if isinstance(spec.arg, argument)), None)
+
+
+def _shown(value: Any) -> str | None:
+    """What tells apart numbers that are no tensors; None of a tensor."""
+    example = value.meta["val"] if isinstance(value, fx.Node) else value
+    return None if isinstance(example, torch.Tensor) else repr(example)
