@@ -59,9 +59,9 @@ from autoparallel.capture.tracing.trace import Answers, Question, Trace
 from autoparallel.capture.tracing.tracing import everything_seen
 from autoparallel.capture.training import Training
 from autoparallel.capture.user_warnings import only_the_users
-from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec
+from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, refused_draw
 from autoparallel.graph.carried_attributes import ChangesAttributesError, attributes_in, without_attributes
-from autoparallel.graph.drawn_numbers import CHECKS, TORCH
+from autoparallel.graph.drawn_numbers import CHECKS, RANDOM, TORCH
 from autoparallel.graph.hooks import HookTemplate, require_full_hooks
 from autoparallel.graph.layers import find_runs, is_checkpointed, layer_of
 from autoparallel.graph.lines import first_line, line_of
@@ -148,6 +148,7 @@ class Attempt:
         may_read: whether Python may read their values (see ``tracing.inputs_read``), single numbers alone where sizes
             are open.
         reads_flags: whether Python is told what flags hold (see ``tracing.tensor_attributes``).
+        fixes_draws: whether whole numbers that it draws are fixed.
 
     Attributes:
         inputs: what stands for those of the call; ``scale`` is how many times its batch is traced.
@@ -155,6 +156,7 @@ class Attempt:
         rehearsals: what was noted of each run without a trace.
         asked_at: the line at which the model asks first whether it is compiled; None for one that does not.
         reads_values: whether Python reads a tensor's value, or a size that values decide.
+        has_open_draws: whether it draws a whole number that is left open.
     """
 
     model: nn.Module
@@ -166,12 +168,13 @@ class Attempt:
     leaves: Sequence[Any] = ()
     may_read: bool = False
     reads_flags: bool = False
+    fixes_draws: bool = False
 
     def __post_init__(self) -> None:
         self.mode = make_fake_mode()
         self.rehearsals: list[Trace] = []
         self.asked_at: str | None = None
-        self.reads_values = False
+        self.reads_values = self.has_open_draws = False
         self._of_next: PythonState | None = None
         settings = self.settings
         self.scale = scale_of(settings.least_batch, settings.batch)
@@ -219,7 +222,7 @@ class Attempt:
         findings = wrapper.findings
         return Trace(
             findings.originals, paths, findings.existing, findings.left_out, questions, inputs=inputs,
-            attributes=self._attributes, **options,
+            attributes=self._attributes, fixes_draws=self.fixes_draws, **options,
         )  # fmt: skip
 
     def trace(self, stacks: list[Stack], as_compiled: bool = False) -> Captured:
@@ -247,8 +250,8 @@ class Attempt:
         captured.guards = tuple({**dict.fromkeys(captured.guards), **way.guards})
         captured.assumed = tuple(way.assumed)
         captured.state = way.state
-        captured.drawn = way.trace.counts
-        captured.draws = way.draws + captured.drawn.get(TORCH, 0)
+        captured.drawn = way.trace.draw_scripts
+        captured.draws = way.draws + len(captured.drawn.get(TORCH, ()))
         captured.rebound = frozenset(self.copies.owners[name] for name in recorder.rebound)
         captured.registered = dict(recorder.registered)
         fakes, parameters = self.copies.fakes, self.model.named_parameters()
@@ -322,6 +325,7 @@ class Attempt:
         finally:
             self.asked_at = self.asked_at or trace.asked_at
             self.reads_values |= trace.reads_values
+            self.has_open_draws |= trace.has_open_draws
             self.fixed.update(dict.fromkeys(trace.fixed.values()))
         require_dropped(trace)
         return way
@@ -454,9 +458,11 @@ class Attempt:
         if self._of_next is not None:
             captured.next_state = state_of_next(captured.state, self._of_next, written)
         if failed is None:  # else all of the model was traced
-            captured.drawn = self.rehearsals[0].counts
+            captured.drawn = self.rehearsals[0].draw_scripts
         if checks:
-            captured.drawn = {**captured.drawn, CHECKS: checks}
+            if any(captured.drawn.get(RANDOM, ())):
+                raise refused_draw(f"{RANDOM} (beside {CHECKS})", self.rehearsals[0].drawn[RANDOM][-1])
+            captured.drawn = {**captured.drawn, CHECKS: (0,) * checks}
         if stacks and (inputs := self.rehearsals[0].inputs) is not None:  # of layers that are not traced, too
             captured.state.inputs.append(inputs.taken())
         return captured

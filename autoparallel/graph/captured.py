@@ -80,8 +80,8 @@ def refused_draw(generators: str, line: str, threads: Sequence[str] = ()) -> Cap
     other = f" Where it is {' or '.join(threads)}, another thread, that draws: start it after the first call."
     return CaptureError(
         f"the model draws from {generators} at {line}: a trace would hold one draw for ever\n"
-        "What to change: draw single numbers with random.random() or np.random.uniform(), by which a model may decide "
-        "(layers[int(random.random() * len(layers))] chooses one), and others with torch (torch.rand, torch.bernoulli, "
+        "What to change: draw single numbers with random.random(), random.choice(), random.randint() or "
+        "np.random.uniform(), by which a model may decide, and others with torch (torch.rand, torch.bernoulli, "
         "torch.randint, and torch.where); or draw outside of the model and pass the numbers in as a tensor."
         f"{other * bool(threads)}"
     )
@@ -159,7 +159,7 @@ class Captured:
         state: the values of Python's that the trace has read.
         next_state: those that the next call reads, where this one fills what is empty and the graph is that of both.
         draws: how many times a call draws random numbers.
-        drawn: how many numbers it draws one by one, by what they are drawn from (see ``graph.drawn_numbers``).
+        drawn: what it draws one by one: scripts, by what they draw from (see ``graph.drawn_numbers``).
         runs: the layers that are alike; passes that rewrite the graph before it is planned leave their nodes' names.
         left_out: the indices of outputs that the graph does not make any more; it has the loss in their place.
         time_first: the line of the recurrent layer that takes the first dim of the first input for time, where one
@@ -189,7 +189,7 @@ class Captured:
     state: PythonState = field(default_factory=PythonState)
     next_state: PythonState | None = None
     draws: int = 0
-    drawn: Mapping[str, int] = field(default_factory=dict)
+    drawn: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     runs: tuple[Run, ...] = ()
     lengths: frozenset[sympy.Symbol] = frozenset()
     guards: tuple[SizeGuard, ...] = ()

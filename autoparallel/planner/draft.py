@@ -18,7 +18,15 @@ from autoparallel.graph.carried_attributes import (
     attributes_in,
     describe_attributes,
 )
-from autoparallel.graph.drawn_numbers import DRAWS, DrawsNumbersError, describe_draws, drawn_ahead, without_draws
+from autoparallel.graph.drawn_numbers import (
+    DRAWS,
+    DrawsNumbersError,
+    add_script,
+    describe_draws,
+    drawn_ahead,
+    script_of,
+    without_draws,
+)
 from autoparallel.graph.nesting import flatten
 from autoparallel.graph.plain_tensors import attribute_at
 from autoparallel.operators import RandomState
@@ -108,8 +116,8 @@ def capture_given(planner: Planner, call: Call) -> tuple[Captured, Call]:
         larger = _add_argument(call, CARRIED, argument, describe_attributes(argument))
     except DrawsNumbersError as error:
         before = without_draws(pytree.tree_unflatten(call.specs, call.in_spec)[1])[1]
-        counts = {source: len(numbers) for source, numbers in before.items()} | {error.source: error.count}
-        drawn = drawn_ahead(counts, RandomState(0, 0))
+        scripts = {label: script_of(label, len(numbers))[1] for label, numbers in before.items()}
+        drawn = drawn_ahead(add_script(scripts, error), RandomState(0, 0))
         larger = _add_argument(call, DRAWS, drawn, describe_draws(drawn))
     return capture_given(planner, larger)
 

@@ -167,7 +167,7 @@ def _require_same_python(first: Way, second: Way, refused: Callable[[str], Captu
             if f"model.{name}" in in_place:
                 raise refused(f"one binds the buffer {name} anew: write into it, {name}.copy_(...)")
     first.recorder.rebound |= second.recorder.rebound
-    if first.draws != second.draws or first.trace.counts != second.trace.counts:
+    if first.draws != second.draws or first.trace.draw_scripts != second.trace.draw_scripts:
         raise refused(_DRAWS)
 
 

@@ -5,8 +5,8 @@ asked at every call, and what it computes by it is computed of that call's.
 
 A call is given none until it depends on one.  LayerDrop draws a number for every layer and compares it with its rate,
 also where that is zero: a number that is not given knows its range, and a comparison that is the same for the whole
-range is answered.  The program draws as often as the model does, so that the generators go on as without it; each
-draw takes one step of theirs.
+range is answered.  The program draws what the model does, in its order, so that the generators go on as without it: a
+whole number below another takes as many of their steps as it needs, which depends on what comes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from autoparallel import _torch
 from autoparallel.capture.tracing.trace import Trace, listening
 from autoparallel.graph.captured import refused_draw
-from autoparallel.graph.drawn_numbers import NUMPY, RANDOM, DrawsNumbersError
+from autoparallel.graph.drawn_numbers import MOST_BELOW, NUMPY, RANDOM, DrawsNumbersError
 from autoparallel.graph.lines import line_of_frame
 
 _LARGEST = 1 - 2.0**-53  # that random() returns
@@ -74,11 +75,12 @@ class DrawnNumber:
 
 
 def depends_on_draws(trace: Trace, source: str) -> DrawsNumbersError:
-    """What says that a call is to be given the numbers that it draws, and at least twice as many as before."""
-    lines = trace.drawn[source]
-    return DrawsNumbersError(
-        str(refused_draw(source, lines[-1])), source, max(2 * len(trace.ahead.get(source, ())), len(lines))
-    )
+    """What says that a call is to be given the numbers that it draws, where all are of one kind at least twice as many
+    as before."""
+    script = trace.draw_scripts[source]
+    if not any(script):
+        script = (0,) * max(2 * len(trace.ahead.get(source, ())), len(script))
+    return DrawsNumbersError(str(refused_draw(source, trace.drawn[source][-1])), source, script)
 
 
 def require_dropped(trace: Trace) -> None:
@@ -113,10 +115,8 @@ def _stand_in(source: str, original: Callable[..., float], ends: Callable[..., t
 
 def _draw(trace: Trace, source: str, low: Any, high: Any, line: str) -> Any:
     """A number from ``low`` to ``high``, as ``uniform()`` makes it."""
-    ahead, drawn = trace.ahead.get(source, ()), trace.drawn.setdefault(source, [])
-    drawn.append(line)
-    if len(drawn) <= len(ahead):
-        return low + (high - low) * ahead[len(drawn) - 1]
+    if (share := trace.draw(source, 0, line)) is not None:
+        return low + (high - low) * share
     if not all(isinstance(x, int | float) and math.isfinite(x) for x in (low, high)):
         raise depends_on_draws(trace, source)
     ends = low, low + (high - low) * _LARGEST
@@ -145,9 +145,88 @@ _FUNCTIONS: tuple[tuple[Any, str, str, Callable[..., tuple[Any, Any]]], ...] = (
     (np.random, "rand", NUMPY, _of_random),
     (np.random, "uniform", NUMPY, _of_numpy),
 )
-_STAND_INS = [(owner, name, getattr(owner, name), source, ends) for owner, name, source, ends in _FUNCTIONS]
-DRAWS: tuple[tuple[Any, str, Any, Any], ...] = tuple(
-    (owner, name, original, _stand_in(source, original, ends)) for owner, name, original, source, ends in _STAND_INS
-)
-"""Functions that draw one number, where they stand and by their names, with what stands for them while a model is
-traced."""
+
+
+# ------------------------------------------------------------------------------------------------------- whole numbers
+
+
+def _draw_below(trace: Trace, source: str, below: int, line: str) -> Any:
+    """A whole number below another, which the trace leaves open unless it fixes such numbers."""
+    share = trace.draw(source, below, line)
+    if share is not None:
+        trace.has_open_draws = not trace.fixes_draws
+        return int(share * below) if trace.fixes_draws else math.floor(share * below)
+    if below > 1:
+        if _torch.export.place_in_trace()[0] is not None:
+            raise depends_on_draws(trace, source)
+        trace.ranges.append((source, lambda: trace))  # a run goes on, so that a call is given all of them at once
+    return 0
+
+
+class _Generator(random.Random):
+    """Python's generator, as a traced model has it: with all that is made of what it draws."""
+
+    def random(self) -> Any:
+        return random.random()
+
+    def _randbelow(self, n: Any) -> Any:
+        frame = sys._getframe(1)
+        trace = listening()
+        if trace is None or not n or n > MOST_BELOW:
+            return _RANDRANGE(n)
+        number = _draw_below(trace, RANDOM, int(n), line_of_frame(frame))
+        return number if frame.f_code is random.Random.randrange.__code__ else int(number)
+
+
+_RANDRANGE, _GENERATOR = random.randrange, _Generator()
+_MADE_OF_DRAWS = ("choice", "choices", "randint", "randrange", "sample", "shuffle")
+
+
+def _of_generator(name: str) -> tuple[Any, Any]:
+    """A function of Python's ``random``, and what stands for it."""
+    original, ours = getattr(random, name), getattr(_GENERATOR, name)
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        return (original if listening() is None else ours)(*args, **kwargs)
+
+    return original, draw
+
+
+def _randint(low: Any, high: Any = None, size: Any = None, dtype: Any = int) -> Any:
+    trace = listening()
+    first, count = (0, low) if high is None else (low, high - low)
+    plain = size is None and dtype is int and isinstance(count, int) and isinstance(first, int)
+    if trace is None or not plain or not 0 < count <= MOST_BELOW:
+        return _RANDINT(low, high, size, dtype)
+    return first + _draw_below(trace, NUMPY, count, line_of_frame(sys._getframe(1)))
+
+
+def _choice(a: Any, size: Any = None, replace: bool = True, p: Any = None) -> Any:
+    trace = listening()
+    items = np.arange(a) if isinstance(a, int) else np.asarray(a)
+    if trace is None or size is not None or items.ndim != 1 or not 0 < len(items) <= MOST_BELOW:
+        return _CHOICE(a, size, replace, p)
+    line = line_of_frame(sys._getframe(1))
+    if p is None:
+        place = int(_draw_below(trace, NUMPY, len(items), line))
+    else:
+        if np.shape(p) != items.shape or np.min(p) < 0 or abs(np.sum(p) - 1) > 1e-8:
+            return _CHOICE(a, size, replace, p)
+        ends = np.cumsum(np.asarray(p, np.float64))
+        share = _draw(trace, NUMPY, 0.0, 1.0, line)
+        place = next((i for i, end in enumerate((ends / ends[-1]).tolist()) if share < end), len(items) - 1)
+    return int(items[place]) if isinstance(a, int) else items[place]
+
+
+_RANDINT, _CHOICE = np.random.randint, np.random.choice
+_STAND_INS = [
+    *(
+        (owner, name, getattr(owner, name), _stand_in(source, getattr(owner, name), ends))
+        for owner, name, source, ends in _FUNCTIONS
+    ),
+    *((random, name, *_of_generator(name)) for name in _MADE_OF_DRAWS),
+    (np.random, "randint", _RANDINT, _randint),
+    (np.random, "choice", _CHOICE, _choice),
+]
+DRAWS: tuple[tuple[Any, str, Any, Any], ...] = tuple(_STAND_INS)
+"""Functions that draw, where they stand and by their names, with what stands for them while a model is traced."""

@@ -29,11 +29,9 @@ def _rand(trace: Trace, func: Any, *size: Any, **options: Any) -> Tensor:
     if len(sizes) or not _LEFT_AS_THEY_ARE.isdisjoint(options):
         drawn: Tensor = func(*size, **options)
         return drawn
-    lines, ahead = trace.drawn.setdefault(TORCH, []), trace.ahead.get(TORCH, ())
-    lines.append(line_of_frame(sys._getframe(1)))
-    if len(lines) > len(ahead):
+    number = trace.draw(TORCH, 0, line_of_frame(sys._getframe(1)))
+    if number is None:
         raise depends_on_draws(trace, TORCH)
-    number = ahead[len(lines) - 1]
     if (digits := digits_of(options.get("dtype") or torch.get_default_dtype())) < digits_of(torch.float64):
         number = torch.sym_float(math.floor(number * 2.0**digits)) * 2.0**-digits
     options.pop("size", None)

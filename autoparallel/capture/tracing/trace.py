@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from autoparallel.capture.tracing.inputs_read import InputsRead
 from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
 from autoparallel.comm.current import Current
 from autoparallel.graph.captured import CaptureError, refusal
+from autoparallel.graph.drawn_numbers import Script, script_of
 from autoparallel.graph.hooks import HookTemplate
 from autoparallel.graph.layers import mark_checkpointed
 from autoparallel.graph.lines import line_of_frame
@@ -70,13 +70,15 @@ class Trace:
         hooks: the tensor hooks behind the names in ``autoparallel::hook``; shared, too.
         inputs: where Python may read values that follow from inputs.
         attributes: those that the user has set on tensors.
+        fixes_draws: whether whole numbers that it draws are fixed.
 
     Attributes:
         reads_values: whether Python reads a tensor's value.
         asked_at: the line at which it asks first whether it is compiled; None for a model that does not.
         fixed: the lines at which the model fixed a size that was open, by the size.
         ahead: the numbers that the call is given to draw, by what they are drawn from (see ``graph.drawn_numbers``).
-        drawn: the lines at which it has drawn them.
+        drawn: the lines at which it has drawn them; ``draws`` says what.
+        has_open_draws: whether one of them is a whole number that is left open.
         ranges: what the numbers are drawn from that it was not given, with these, as long as they live.
         scalars: the tensors of one number that it has drawn, and comparisons of them, by id, with their versions and
             what is known of them.
@@ -104,6 +106,7 @@ class Trace:
         hooks: dict[str, HookTemplate] | None = None,
         inputs: InputsRead | None = None,
         attributes: TensorAttributes,
+        fixes_draws: bool = False,
     ) -> None:
         self.originals, self.paths, self.existing, self.as_compiled = originals, paths, existing, as_compiled
         self.answers, self.questions = answers, questions
@@ -121,7 +124,9 @@ class Trace:
         self._answered: dict[str, bool] = {}  # by key
         self.ahead: Mapping[str, tuple[Any, ...]] = {}
         self.drawn: dict[str, list[str]] = {}
-        self.ranges: list[tuple[str, weakref.ref[Any]]] = []
+        self.draws: dict[str, list[int]] = {}
+        self.fixes_draws, self.has_open_draws = fixes_draws, False
+        self.ranges: list[tuple[str, Callable[[], Any]]] = []
         self.scalars: dict[int, tuple[Tensor, int, Any]] = {}
         self.left_out = left_out
         self.listening = True
@@ -131,9 +136,24 @@ class Trace:
         return self.originals.get(id(value), value)
 
     @property
-    def counts(self) -> dict[str, int]:
-        """How many numbers it has drawn one by one, by what they are drawn from."""
-        return {source: len(lines) for source, lines in self.drawn.items()}
+    def draw_scripts(self) -> dict[str, Script]:
+        """The numbers that it has drawn one by one, by what they are drawn from."""
+        return {source: tuple(draws) for source, draws in self.draws.items()}
+
+    def draw(self, source: str, below: int, line: str) -> Any:
+        """Notes that it draws a number; what stands for it in [0, 1) if the call is given it, else None.
+
+        Args:
+            below: see ``Script``.
+        """
+        draws = self.draws.setdefault(source, [])
+        draws.append(below)
+        self.drawn.setdefault(source, []).append(line)
+        for label, numbers in self.ahead.items():
+            theirs, script = script_of(label, len(numbers))
+            if theirs == source and script[: len(draws)] == tuple(draws):
+                return numbers[len(draws) - 1]
+        return None
 
     def note_counting(self, x: Tensor) -> None:
         """Notes that a tensor counts up by one along its last dim, as long as nothing is written into it."""

@@ -15,7 +15,7 @@ from torch import nn
 from autoparallel.graph.calls import NUMBERS, Call
 from autoparallel.graph.captured import Captured, CaptureError, NumberSpec, refusal
 from autoparallel.graph.carried_attributes import ChangesAttributesError, attributes_in, is_changed
-from autoparallel.graph.drawn_numbers import drawn_ahead
+from autoparallel.graph.drawn_numbers import Script, drawn_ahead
 from autoparallel.graph.python_state import PythonState
 from autoparallel.operators import RandomState
 from autoparallel.runtime.calls.exchange import Exchange
@@ -34,12 +34,12 @@ class Carried:
 
     Attributes:
         values: the attributes, by label, each with a value that it has had.
-        draws: how many numbers calls are given to draw, by which some of them go on, by what they are drawn from.
+        draws: what calls are given to draw, by which some of them go on: scripts, by their names.
     """
 
     def __init__(self, exchange: Exchange) -> None:
         self.values: dict[str, Any] = {}
-        self.draws: dict[str, int] = {}
+        self.draws: dict[str, Script] = {}
         self._exchange, self._numbers = exchange, NumbersSet()
         self._changed_at: dict[str, str] = {}  # by label: the lines of the model that change it
         self._traced: dict[str, dict[float | str, str]] = {}  # by label: what had a trace of its own, and the line
@@ -50,7 +50,7 @@ class Carried:
             return {}
         drawn = drawn_ahead(self.draws, RandomState(*STREAM.place()))
         numbers = iter(self._exchange.of_first([number for numbers in drawn.values() for number in numbers]))
-        return {source: tuple(itertools.islice(numbers, count)) for source, count in self.draws.items()}
+        return {label: tuple(itertools.islice(numbers, len(script))) for label, script in self.draws.items()}
 
     def add_changed(self, error: ChangesAttributesError) -> None:
         """Adds what a call changes.

@@ -41,7 +41,7 @@ from autoparallel.graph.carried_attributes import (
     label_of,
     number_of,
 )
-from autoparallel.graph.drawn_numbers import DrawsNumbersError
+from autoparallel.graph.drawn_numbers import DrawsNumbersError, add_script
 from autoparallel.graph.python_state import OF_INPUTS, PythonState
 from autoparallel.placements import Layout, format_layout
 from autoparallel.plan import Plan
@@ -332,7 +332,7 @@ class Kinds:
                 except ChangesAttributesError as error:
                     self.carried.add_changed(error)
                 except DrawsNumbersError as error:
-                    self.carried.draws[error.source] = error.count
+                    self.carried.draws = add_script(self.carried.draws, error)
                     continue
                 except FailsUntraced as error:
                     if error.raised_by_model is None:

@@ -218,14 +218,6 @@ def draws_at_many_lengths(run: Run) -> None:
         run.note("next", upcoming(model))
 
 
-@program(refused="torch.where")
-class ChoosesByPython(Two):
-    """A draw that takes as many steps of the generator as it decides."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return random.choice((self.a, self.b))(x)  # refused
-
-
 @program(ranks=True, loop=seven_steps, observe=upcoming)
 class DrawsByOtherNames(Two):
     """Functions that a module has imported under names of its own, and what is made a float once more."""
