@@ -95,7 +95,12 @@ class DrawsByNumpy(Deep):
         kind = np.random.choice(2, p=[0.3, 0.7])
         if np.random.choice(["tanh", "relu"]) == "tanh":
             h = h.tanh()
-        return (self.b(h) if kind else self.b(h).sin()) * float(scale) * np.random.randint(1, 500) * np.random.rand()
+        return (
+            (self.b(h) if kind else self.b(h).sin())
+            * float(scale)
+            * (np.random.randint(1, 500) / 500)
+            * np.random.rand()
+        )
 
 
 @program(ranks=True, loop=seven_steps, observe=upcoming)
@@ -110,7 +115,7 @@ class DrawsInLayers(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if random.random() < 0.3:
                 return x
-            return x + random.choice([self.a, self.b])(x).tanh() * random.randint(1, 20)
+            return x + random.choice([self.a, self.b])(x).tanh() * (random.randint(1, 20) / 20)
 
     def __init__(self) -> None:
         super().__init__()
