@@ -53,6 +53,7 @@ from autoparallel.capture.refusals.refusals import (
     require_same_memory,
 )
 from autoparallel.capture.tracing.drawn_numbers import depends_on_draws, require_dropped
+from autoparallel.capture.tracing.functions import require_unread
 from autoparallel.capture.tracing.inputs_read import InputsRead
 from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
 from autoparallel.capture.tracing.trace import Answers, Question, Trace
@@ -492,6 +493,7 @@ def _export(wrapper: Training, inputs: FakeInputs, trace: Trace) -> Way:
             require_same_memory(program.graph)
             with trace.silent(), without_model():
                 findings = run_passes(tracing_passes(program.graph, trace.calls), program.graph_module)
+                require_unread(program.graph, trace.calls)
                 _name_outputs(program)
                 literals = literals_of(program)
                 program = make_functional(program)

@@ -1,9 +1,9 @@
 """Numbers that a call draws one by one and may decide by, from Python's ``random``, ``numpy.random`` or
 ``torch.rand([])``: they are drawn ahead, and a program is given them beside the arguments.
 
-What comes next depends on what is drawn: ``random.choice`` takes as many steps of the generator as it needs.  So numbers
-are drawn ahead by a script, one for each order in which the model has drawn; the trace of a call goes by those scripts
-that begin as it does.
+What comes next depends on what is drawn: ``random.choice`` takes as many steps of the generator as it needs.  So
+numbers are drawn ahead by a script, one for each order in which the model has drawn; the trace of a call goes by those
+scripts that begin as it does.
 
 Before:
     model(x)                # if random.random() < self.rate: return x

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,8 +15,11 @@ from autoparallel import _torch
 from autoparallel._torch.tensors import storage_mark
 from autoparallel.capture.tracing.collectives import CURE as COLLECTIVES_CURE
 from autoparallel.capture.tracing.trace import CURRENT, Trace, fresh, listening, refuse, register, with_results
-from autoparallel.operators.opaque import Arguments, Unsupported, fill_template
+from autoparallel.graph.captured import CaptureError, refusal
+from autoparallel.graph.lines import line_of
+from autoparallel.operators.opaque import CALL, Arguments, OpaqueCall, Unsupported, fill_template
 from autoparallel.operators.torch_random import arguments_of, silent
+from autoparallel.rules.calls import is_tensor
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class FunctionCall:
         tensors: the places of the tensors among them.
         single: whether it returns one tensor, not a tuple.
         aliases: whether a result shares memory with an operand.
+        changes: the places of the operands, each a copy, that it changes in place and does not return: nobody may read
+            what they are copies of afterwards.
     """
 
     cls: type[torch.autograd.Function]
@@ -38,6 +43,7 @@ class FunctionCall:
     tensors: tuple[int, ...]
     single: bool
     aliases: bool
+    changes: tuple[int, ...] = ()
 
     def fake(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
         values = {"tensor": tensors, "number": numbers}
@@ -68,7 +74,8 @@ class _Watcher(TorchDispatchMode):
         self.met = set(map(id, tensors))
         self.memory = {storage_mark(t) for t in tensors}
         self.held: list[Any] = [*tensors]
-        self.foreign = self.changes = False
+        self.foreign = False
+        self.changed: set[int] = set()
         self.draws = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,7 +89,7 @@ class _Watcher(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
                 written = _torch.tensors.tensors_in(value)
-                self.changes |= any(storage_mark(x) in self.memory for x in written)
+                self.changed |= {storage_mark(x) for x in written} & self.memory
         out = func(*args, **(kwargs or {}))
         results = _torch.tensors.tensors_in(out)
         self.met.update(map(id, results))
@@ -123,11 +130,6 @@ def _apply_function(trace: Trace, cls: type[torch.autograd.Function], args: Any,
             "arguments, called",
             "pass it to apply() as a tensor",
         )
-    if watcher.changes:
-        raise refuse(
-            f"the forward of the autograd.Function {name} changes an argument in place, called",
-            "return a new tensor (x = x.clone() first)",
-        )
     if watcher.draws:
         raise refuse(
             f"the forward of the autograd.Function {name} draws random numbers ({watcher.draws}), which would "
@@ -141,13 +143,27 @@ def _apply_function(trace: Trace, cls: type[torch.autograd.Function], args: Any,
             f"the autograd.Function {name} returns what is neither tensors nor constants, called",
             "return a tensor or a tuple of tensors",
         )
+    changed = [j for j, x in enumerate(copies) if storage_mark(x) in watcher.changed]
+    if changed and len(set(map(storage_mark, tensors))) < len(tensors):
+        raise refuse(
+            f"the forward of the autograd.Function {name} changes an argument in place, in whose memory another lies, "
+            "called",
+            "return a new tensor (x = x.clone() first)",
+        )
+    # What is returned is what the argument is from then on (``ctx.mark_dirty``).
+    returned = {i: j for i, x in enumerate(row) for j in changed if x is copies[j]}
+    tensors = [x.clone() if j in changed else x for j, x in enumerate(tensors)]
+    changes = tuple(j for j in changed if j not in returned.values())
     places = tuple(i for i, x in enumerate(row) if isinstance(x, Tensor))
     aliases = any(storage_mark(row[i]) in watcher.memory for i in places)
-    call = FunctionCall(cls, template, len(row), places, single, aliases)
+    call = FunctionCall(cls, template, len(row), places, single, aliases, changes)
     shown = f"{name}{template[0]}{template[1] or ''} -> {places}{' alias' if aliases else ''}"
+    shown += f" changes {changes}" * bool(changes)
     key = register(trace.calls, shown, call)
     tensors_out = torch.ops.autoparallel.call(tensors, arguments.numbers, key)
     out = with_results(tuple(row), places, tensors_out)
+    for i, j in returned.items():
+        out = (*out[:i], arguments.tensors[j].copy_(out[i]), *out[i + 1 :])
     return out[0] if single else out
 
 
@@ -184,3 +200,34 @@ def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if cls.__module__.startswith("torch._"):
         return _apply(cls)(*args, **kwargs)
     return _apply_function(trace, cls, args, kwargs)
+
+
+def require_unread(graph: fx.Graph, calls: Mapping[str, OpaqueCall]) -> None:
+    """Refuses to read what an ``autograd.Function`` has changed without a word to autograd, in whose program it changes
+    a copy."""
+    if not any(getattr(call, "changes", ()) for call in calls.values()):
+        return
+    inputs = filter(is_tensor, graph.find_nodes(op="placeholder"))
+    changed: dict[int, fx.Node] = {storage_mark(x.meta["val"]): x for x in inputs}
+    for node in graph.nodes:
+        for x in node.all_input_nodes:
+            call = changed.get(storage_mark(x.meta["val"])) if is_tensor(x) else None
+            if call is not None and call.op != "placeholder":
+                raise _refused_read(call, line_of(call if node.op == "output" else node))
+        if node.target is CALL:
+            copies: Any = node.args[0]
+            for place in getattr(calls[str(node.args[2])], "changes", ()):
+                source = copies[place].args[0]
+                mark = storage_mark(source.meta["val"])
+                if mark in changed and changed[mark].op == "placeholder":
+                    raise _refused_read(node, line_of(node))
+                changed[mark] = node
+
+
+def _refused_read(call: fx.Node, line: str) -> CaptureError:
+    return refusal(
+        f"an autograd.Function changes its argument in place, at {line_of(call)}, and the argument is the model's, or "
+        "read after that,",
+        line,
+        "return a new tensor (x = x.clone() first), or the argument itself, as ctx.mark_dirty(x) says",
+    )
