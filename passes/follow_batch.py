@@ -23,6 +23,7 @@ from torch import fx
 
 from autoparallel import operators
 from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.graph.lines import line_of
 from autoparallel.graph.losses import LossWeight
 from autoparallel.operators.control_flow import goes_by_values
 from autoparallel.operators.flex import is_flex, reads_of_rows
@@ -120,7 +121,7 @@ def follow_results(captured: Captured, specs: Sequence[Any], statistics: Collect
         elif i < len(changed) and walk.placements[node] == Invariant:
             steady.add(changed[i])
         elif i < len(changed) and not (i in sums and walk.is_sum(node)):
-            captured.mixed[i] = f"{_key(node)} is no sum over rows"
+            captured.mixed[i] = f"{_key(node)} is no sum over rows, at {line_of(node)}"
     captured.steady = frozenset(steady)
 
 
@@ -137,7 +138,7 @@ def _problem(walk: _Walk, weight: LossWeight, count: fx.Node | None, reduction: 
     cut = any(walk.placements[x].kind == "S" for x in operands)
     if count is not None:
         sums = walk.is_sum(operands[0]) and (walk.placements[count] == Invariant or walk.is_sum(count))
-        return "" if sums else "it is no quotient of two sums over rows"
+        return "" if sums else f"it is no quotient of two sums over rows, at {line_of(reduction)}"
     if weight.kind == "sum" or reduction.target is aten.div.Tensor:
         if not cut and not walk.is_sum(operands[0]):
             return f"{_key(reduction)} is of no sum over rows"
@@ -383,4 +384,4 @@ def _key(node: fx.Node) -> str:
 
 def _explain_mixing(node: fx.Node) -> str:
     call: Any = node.args[0] if node.target is operator.getitem else node
-    return f"{_key(call)} is of the whole batch, not of its rows one by one"
+    return f"{_key(call)} is of the whole batch, not of its rows one by one, at {line_of(call)}"

@@ -69,7 +69,7 @@ def _insert_function(graph: fx.Graph, node: fx.Node, call: Any) -> None:
 
     with graph.inserting_before(node):
         args, kwargs = fill_template(call.template, lambda slot: values[slot.kind][slot.index], size_of)  # type: ignore[index]
-        new = graph.call_function(function_operator(call.cls), args, kwargs)
+        new = graph.call_function(function_operator(call.cls, call.writes), args, kwargs)
     vals = node.meta["val"]
     new.meta = marks_of(node)
     if call.single:

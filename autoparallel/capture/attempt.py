@@ -255,6 +255,9 @@ class Attempt:
         captured.draws = way.draws + len(captured.drawn.get(TORCH, ()))
         captured.rebound = frozenset(self.copies.owners[name] for name in recorder.rebound)
         captured.registered = dict(recorder.registered)
+        captured.set_at = {
+            name: x.line for name, x in recorder.written.items() if x.line not in ("", "an unknown line")
+        }
         fakes, parameters = self.copies.fakes, self.model.named_parameters()
         captured.rest_dtypes = {name: p.dtype for name, p in parameters if fakes[id(p)].dtype != p.dtype}
         require_own_memory(captured, self.model)

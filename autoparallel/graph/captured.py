@@ -155,6 +155,7 @@ class Captured:
         rest_dtypes: parameter name to its dtype in the model, where it is used in another one.
         rebound: of the mutated buffers those that a call binds to a new tensor, instead of changing theirs in place.
         attributes: for each attribute of the model that a call sets, by its path: how its value nests, and its leaves.
+        set_at: the lines at which a call sets them, as far as they are known.
         registered: those of them that are buffers from then on, with whether they belong to the state dict.
         state: the values of Python's that the trace has read.
         next_state: those that the next call reads, where this one fills what is empty and the graph is that of both.
@@ -185,6 +186,7 @@ class Captured:
     rest_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     rebound: frozenset[str] = frozenset()
     attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = field(default_factory=dict)
+    set_at: dict[str, str] = field(default_factory=dict)
     registered: dict[str, bool] = field(default_factory=dict)
     state: PythonState = field(default_factory=PythonState)
     next_state: PythonState | None = None

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from autoparallel.graph.captured import NumberSpec, ReadAgainError
+from autoparallel.graph.captured import CaptureError, NumberSpec, ReadAgainError
 from autoparallel.operators.random import RandomState, number_alone
 
 DRAWS = "numbers that the call draws"

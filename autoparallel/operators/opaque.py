@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import has_side_effect
 from autoparallel._torch.nn import backward_hook_of
@@ -153,21 +154,28 @@ has_side_effect(HOOK)
 
 # -------------------------------------------------------------------------------------------- the calls in a program
 
-_FUNCTIONS: dict[type[torch.autograd.Function], Callable[..., Any]] = {}
+_FUNCTIONS: dict[tuple[type[torch.autograd.Function], bool], Callable[..., Any]] = {}
 
 
-def function_operator(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """The operator that calls an ``autograd.Function``: one for each class, printed under the class's name."""
-    if cls not in _FUNCTIONS:
+def function_operator(cls: type[torch.autograd.Function], is_given_copies: bool = False) -> Callable[..., Any]:
+    """The operator that calls an ``autograd.Function``: one for each class, printed under the class's name.
+
+    Args:
+        is_given_copies: whether it is given copies of its arguments, as one is that changes them in place: in a program
+            they may lie in the memory of others.
+    """
+    if (cls, is_given_copies) not in _FUNCTIONS:
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            if is_given_copies:
+                args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
             return cls.apply(*args, **kwargs)
 
         call.__name__ = call.__qualname__ = cls.__name__
         call.__module__ = cls.__module__
         call.function_class = cls  # type: ignore[attr-defined]
-        _FUNCTIONS[cls] = call
-    return _FUNCTIONS[cls]
+        _FUNCTIONS[cls, is_given_copies] = call
+    return _FUNCTIONS[cls, is_given_copies]
 
 
 def function_class(target: Any) -> type[torch.autograd.Function] | None:

@@ -17,6 +17,7 @@ from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.graph.carried_attributes import computed_attributes
 from autoparallel.graph.changed_arguments import shown_changes
 from autoparallel.graph.fingerprint import fingerprint
+from autoparallel.graph.lines import line_of
 from autoparallel.graph.losses import explain_ambiguity
 from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.recompute_layers import find_layers
@@ -161,9 +162,11 @@ def differing(captured: Captured, call: Call, count: int) -> str:
     if call.batch % count:
         return f"its {call.batch} rows do not divide by {count}"
     if computed := computed_attributes(captured):
-        return f"it {shown_changes(computed)}"
+        line = next((line for name in computed if (line := captured.set_at.get(name))), "")
+        return f"it {shown_changes(computed)}{f', at {line}' * bool(line)}"
     if captured.mutated_buffers:
-        return f"it would change the buffer {captured.mutated_buffers[0]} once in each microbatch"
+        place = line_of(captured.results[0])
+        return f"it would change the buffer {captured.mutated_buffers[0]} once in each microbatch, as made at {place}"
     return captured.weight.mixes if captured.weight is not None else ""
 
 

@@ -28,12 +28,14 @@ class Written:
         table, name: where it stands in the user's object.
         value: what was set.
         fills: whether the call had read that nothing was there.
+        line: at which it was set; empty where that is not known.
     """
 
     table: Mapping[str, Any]
     name: str
     value: Any
     fills: bool
+    line: str = ""
 
     @property
     def may_stay(self) -> bool:

@@ -396,7 +396,7 @@ class Recorder:
             )
         require_may_leave(now, label, line)
         written[label] = now
-        self.written[label] = Written(vars(watched.original), name, now, name in watched.reads)
+        self.written[label] = Written(vars(watched.original), name, now, name in watched.reads, line)
         self._set[id(watched.original), name] = label
         self._put_back(watched, name, before)
 
@@ -425,7 +425,7 @@ class Recorder:
             raise refusal(f"a call deletes {label}", line, "do so outside of forward")
         require_may_leave(now, label, line)
         written[label] = now
-        self.written[label] = Written(vars(watched.original), name, now, fills=False)
+        self.written[label] = Written(vars(watched.original), name, now, fills=False, line=line)
         self._set[id(watched.original), name] = label
 
     def _take_unseen(self, watched: Watched, name: str, written: dict[str, Any]) -> None:
@@ -471,7 +471,7 @@ class Recorder:
             raise refusal(f"a call replaces the {what} {label}", line, "do so outside of forward")
         if isinstance(now, torch.Tensor) and not now.requires_grad and before is None:
             written[label] = now
-            self.written[label] = Written(vars(watched.original), name, now, fills=True)
+            self.written[label] = Written(vars(watched.original), name, now, fills=True, line=line)
             fleeting = vars(watched.copy)["_non_persistent_buffers_set"]
             if name in watched.tables[kind]:
                 table[name] = None
@@ -483,7 +483,7 @@ class Recorder:
         if now is None and isinstance(before, torch.Tensor) and name not in watched.reads:
             table[name] = before
             written[label] = now
-            self.written[label] = Written(vars(watched.original), name, now, fills=False)
+            self.written[label] = Written(vars(watched.original), name, now, fills=False, line=line)
             return
         if refused := refused_buffer(label, before, now, line):
             self._note_change(watched, name, line, before, now, refused)

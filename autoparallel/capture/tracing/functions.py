@@ -33,8 +33,8 @@ class FunctionCall:
         tensors: the places of the tensors among them.
         single: whether it returns one tensor, not a tuple.
         aliases: whether a result shares memory with an operand.
-        changes: the places of the operands, each a copy, that it changes in place and does not return: nobody may read
-            what they are copies of afterwards.
+        writes: whether it changes operands in place, and so is given copies.
+        changes: the places of those that it changes and does not return: nobody may read them afterwards.
     """
 
     cls: type[torch.autograd.Function]
@@ -43,9 +43,11 @@ class FunctionCall:
     tensors: tuple[int, ...]
     single: bool
     aliases: bool
+    writes: bool = False
     changes: tuple[int, ...] = ()
 
     def fake(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
+        tensors = [x.clone() for x in tensors] if self.writes else tensors
         values = {"tensor": tensors, "number": numbers}
         args, kwargs = fill_template(self.template, lambda slot: values[slot.kind][slot.index])
         results = _run_silently(lambda: _apply(self.cls)(*args, **kwargs), tensors)
@@ -108,7 +110,9 @@ def _apply_function(trace: Trace, cls: type[torch.autograd.Function], args: Any,
     except Unsupported as error:
         raise refuse(
             f"the autograd.Function {name} is given an object of type {error}, which no program holds,",
-            "pass tensors, numbers, strings and tuples of them; modules, functions and settings belong on the class",
+            "pass tensors, numbers, strings and tuples of them. In the place of a Function that runs modules again in "
+            "its backward (reversible layers), call torch.utils.checkpoint on them; in the place of an adjoint, "
+            "differentiate what it solves (odeint); or pass all parameters as tensors, and compute with these",
         ) from None
     top = {id(x) for x in (*args, *kwargs.values())}
     tensors = [x if id(x) in top else x.detach() for x in arguments.tensors]  # autograd looks no deeper
@@ -152,13 +156,12 @@ def _apply_function(trace: Trace, cls: type[torch.autograd.Function], args: Any,
         )
     # What is returned is what the argument is from then on (``ctx.mark_dirty``).
     returned = {i: j for i, x in enumerate(row) for j in changed if x is copies[j]}
-    tensors = [x.clone() if j in changed else x for j, x in enumerate(tensors)]
     changes = tuple(j for j in changed if j not in returned.values())
     places = tuple(i for i, x in enumerate(row) if isinstance(x, Tensor))
-    aliases = any(storage_mark(row[i]) in watcher.memory for i in places)
-    call = FunctionCall(cls, template, len(row), places, single, aliases, changes)
+    aliases = not changed and any(storage_mark(row[i]) in watcher.memory for i in places)
+    call = FunctionCall(cls, template, len(row), places, single, aliases, bool(changed), changes)
     shown = f"{name}{template[0]}{template[1] or ''} -> {places}{' alias' if aliases else ''}"
-    shown += f" changes {changes}" * bool(changes)
+    shown += f" writes {changes}" * bool(changed)
     key = register(trace.calls, shown, call)
     tensors_out = torch.ops.autoparallel.call(tensors, arguments.numbers, key)
     out = with_results(tuple(row), places, tensors_out)
@@ -215,10 +218,9 @@ def require_unread(graph: fx.Graph, calls: Mapping[str, OpaqueCall]) -> None:
             if call is not None and call.op != "placeholder":
                 raise _refused_read(call, line_of(call if node.op == "output" else node))
         if node.target is CALL:
-            copies: Any = node.args[0]
+            operands: Any = node.args[0]
             for place in getattr(calls[str(node.args[2])], "changes", ()):
-                source = copies[place].args[0]
-                mark = storage_mark(source.meta["val"])
+                mark = storage_mark(operands[place].meta["val"])
                 if mark in changed and changed[mark].op == "placeholder":
                     raise _refused_read(node, line_of(node))
                 changed[mark] = node
