@@ -34,6 +34,7 @@ from autoparallel.capture.functional.devices import forget_devices
 from autoparallel.capture.functional.functional import make_functional
 from autoparallel.capture.functional.layers import NotAlike, Stack, find_stacks, leave_out
 from autoparallel.capture.functional.passes import filling_passes, resolving_passes, tracing_passes
+from autoparallel.capture.functional.returned_numbers import make_tensors_of_counts
 from autoparallel.capture.functional.selections import group_selections
 from autoparallel.capture.functional.ways import FixedOnOneWayError, SetOnOneWayError, Way, literals_of, merge
 from autoparallel.capture.python.changes import ContainerChangedError, StateChangedError, Written
@@ -501,6 +502,7 @@ def _export(wrapper: Training, inputs: FakeInputs, trace: Trace) -> Way:
                 literals = literals_of(program)
                 program = make_functional(program)
                 defer_numbers(program.graph, inputs.number_names(program))
+                make_tensors_of_counts(program, trace.numbers)
                 _name_outputs(program)
                 labels = frozenset(without_attributes(inputs.arguments[1])[1])
                 return Way(program, wrapper.findings, wrapper.recorder, trace, findings[Draws].count, literals, labels)

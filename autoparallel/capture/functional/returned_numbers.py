@@ -1,5 +1,6 @@
-"""Numbers that two ways return at one place (``return not n > 0``, ``self.bad = 0`` on one way and ``self.bad += 1`` on
-the other): as tensors, which one call can choose from (see ``ways``).
+"""Numbers that a program returns as tensors: how many rows values select, and those that two ways return at one place
+(``return not n > 0``, ``self.bad = 0`` on one way and ``self.bad += 1`` on the other), of which one call can choose
+(see ``ways``).
 
 The answer True:
     return (h, 0, clone)
@@ -12,9 +13,10 @@ As tensors:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch.export import ExportedProgram
@@ -26,6 +28,7 @@ from torch.export.graph_signature import (
     SymIntArgument,
 )
 
+from autoparallel._torch.export import is_read
 from autoparallel.capture.functional.way_graphs import calls_behind, last_result, read_outputs
 from autoparallel.graph.lines import marks_of
 from autoparallel.passes.emitter import Emitter
@@ -49,6 +52,24 @@ def make_tensors(programs: Sequence[ExportedProgram]) -> None:
                 values[program.graph_signature.output_specs.index(spec)] = tensor
                 spec.arg = _ARGUMENTS[kind](tensor.name)
                 program.graph.output_node().args = (tuple(values),)
+
+
+def make_tensors_of_counts(program: ExportedProgram, numbers: Collection[sympy.Symbol]) -> None:
+    """Makes tensors of the numbers that a program returns and that follow from how many rows values select.
+
+    Args:
+        numbers: the symbols of those that a call is given.
+    """
+    output = program.graph.output_node()
+    values: list[Any] = list(output.args[0])
+    for place, (spec, value) in enumerate(zip(program.graph_signature.output_specs, values, strict=True)):
+        kind = _type_of(spec, value)
+        if kind and isinstance(value, fx.Node) and _shown(value) is not None and is_read(value.meta["val"], numbers):
+            emit = Emitter(value.next)
+            values[place] = emit(torch.ops.aten.full.default, [], value, dtype=_DTYPES[kind])
+            values[place].meta |= marks_of(value)
+            spec.arg = _ARGUMENTS[kind](values[place].name)
+    output.args = (tuple(values),)
 
 
 def _insert_number(program: ExportedProgram, number: Any, dtype: torch.dtype) -> fx.Node:

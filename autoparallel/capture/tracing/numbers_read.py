@@ -28,6 +28,14 @@ def _read(trace: Trace, func: Callable[..., Any], x: Tensor, *args: Any, **kwarg
         raise
 
 
+def _fill(trace: Trace, func: Callable[..., Any], x: Tensor, *value: Any, **named: Any) -> Tensor:
+    """Writes a number into all of a tensor, perhaps of a flag, of which is known then what it holds."""
+    out: Tensor = func(x, *value, **named)
+    (number,) = (*value, *named.values()) or (0,)
+    trace.attributes.note_filled(x, number)
+    return out
+
+
 def _listened_to(tolist: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     """What stands for a method of torch's own classes that no ``TorchFunctionMode`` sees."""
 
@@ -109,10 +117,11 @@ def _computes(kind: type, name: str) -> Callable[[Any, Any], Any]:
 
 _OF_NAN = "ask the tensor, if x.isnan().any(): ..., or look at the loss in the loop"
 
-READS: dict[Any, Callable[..., Any]] = dict.fromkeys(
-    (Tensor.numpy, Tensor.__array__, Tensor.__int__, Tensor.__float__, Tensor.__index__), _read
-)
-"""The functions that read values, with what takes their place while a model is traced."""
+READS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((Tensor.numpy, Tensor.__array__, Tensor.__int__, Tensor.__float__, Tensor.__index__), _read),
+    Tensor.fill_: _fill, Tensor.zero_: _fill,
+}  # fmt: skip
+"""The functions that read values, or tell which they are, with what takes their place while a model is traced."""
 
 NAMES: tuple[tuple[Any, str, Any], ...] = (
     *((cls, "tolist", _listened_to(vars(cls)["tolist"])) for cls in _torch.export.TRACED),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autoparallel import _torch
@@ -39,6 +40,7 @@ class TensorAttributes:
         self.asks_flags = False
         self._flags: dict[str, None] = {}
         self._versions: dict[int, int] = {}  # by the id of what stands for a tensor, before it is written to
+        self._filled: dict[int, tuple[int, Any]] = {}  # the versions of those that a run has filled, and what with
         self._users: dict[int, tuple[str, Tensor]] = {}  # by the id of what stands for it, a tensor and its name
         self._inputs: dict[int, Tensor] = {}
         self._before: list[tuple[str, Tensor, set[str]]] = []  # the attributes of what stands for them
@@ -52,6 +54,7 @@ class TensorAttributes:
         users = dict(_torch.tensors.named_tensors(self._model))
         self._users = {id(x): (name, users[name]) for name, x in stand_ins.items() if name in users}
         self._versions = {id(x): x._version for x in stand_ins.values()}
+        self._filled.clear()
         self._before = [(name, x, set(vars(x))) for name, x in stand_ins.items()]
         self._inputs = {id(x): leaf for x, leaf in zip(inputs, self._leaves, strict=False) if isinstance(leaf, Tensor)}
 
@@ -78,11 +81,20 @@ class TensorAttributes:
             raise refusal(what, line, "keep it in an attribute of the module")
         return value
 
+    def note_filled(self, tensor: Tensor, number: Any) -> None:
+        """Notes that a tensor is filled with a number, as long as nothing else is written to it."""
+        if isinstance(number, bool | int | float):
+            self._filled[id(tensor)] = tensor._version, number
+
     def read_flag(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         """What a function reads of a flag, if Python is told that (see [Note: flags]); else None."""
         label, owner = self._users.get(id(tensor), ("", None))
         if owner is None or not self.is_buffer(tensor) or owner.numel() != 1 or owner.is_meta:
             return None
+        version, number = self._filled.get(id(tensor), (-1, 0))
+        if version == tensor._version:
+            with _torch.export.unwatched():
+                return function(torch.full(owner.shape, number, dtype=owner.dtype, device="cpu"))
         if tensor._version != self._versions[id(tensor)] or _number_of(self._model, label) not in (0, 1):
             return None
         self.asks_flags = True
