@@ -41,7 +41,7 @@ def make_tensors(programs: Sequence[ExportedProgram]) -> None:
     """Makes tensors of the numbers that programs return at one place, where which one it is shows when a way is taken:
     of the type of Python's that all have there."""
     for rows in zip(*(read_outputs(program)[1][:-1] for program in programs), strict=False):
-        kind, *others = {_type_of(*row) for row in rows}
+        kind, *others = {type_of(*row) for row in rows}
         shown = {_shown(value) for _, value in rows}
         if kind is None or others or len(shown) == 1 and None not in shown:
             continue
@@ -63,7 +63,7 @@ def make_tensors_of_counts(program: ExportedProgram, numbers: Collection[sympy.S
     output = program.graph.output_node()
     values: list[Any] = list(output.args[0])
     for place, (spec, value) in enumerate(zip(program.graph_signature.output_specs, values, strict=True)):
-        kind = _type_of(spec, value)
+        kind = type_of(spec, value)
         if kind and isinstance(value, fx.Node) and _shown(value) is not None and is_read(value.meta["val"], numbers):
             emit = Emitter(value.next)
             values[place] = emit(torch.ops.aten.full.default, [], value, dtype=_DTYPES[kind])
@@ -82,7 +82,7 @@ def _insert_number(program: ExportedProgram, number: Any, dtype: torch.dtype) ->
     return tensor
 
 
-def _type_of(spec: OutputSpec, value: Any) -> type | None:
+def type_of(spec: OutputSpec, value: Any) -> type | None:
     """The type of a number that a program returns; None for what is no number."""
     if isinstance(spec.arg, ConstantArgument):
         return type(value) if type(value) in _DTYPES else None

@@ -32,7 +32,7 @@ from torch.export.graph_signature import (
 from autoparallel._torch.export import size_guards
 from autoparallel._torch.numbers import condition
 from autoparallel.capture.functional.inner_graphs import inner_graph, insert_call
-from autoparallel.capture.functional.returned_numbers import make_tensors
+from autoparallel.capture.functional.returned_numbers import make_tensors, type_of
 from autoparallel.capture.functional.way_graphs import (
     are_alike,
     calls_behind,
@@ -181,7 +181,8 @@ def _require_same_attributes(first: Way, second: Way, refused: Callable[[str], C
     line = first.findings.questions[-1].line
     to_give = {name: (written[name].value, line) for name in changed if name in written and written[name].may_stay}
     if any(name in ours and name in theirs or name not in {*first.labels, *to_give} for name in changed):
-        raise refused(f"one {shown_changes(changed[:1])}")
+        kind = {name: x.kind_before for name, x in written.items()}.get(changed[0], "")
+        raise refused(f"one {shown_changes(changed[:1])}{f', which is {kind} before' * bool(kind)}")
     if labels := first.labels & {*changed}:
         raise SetOnOneWayError(labels)
     raise ChangesAttributesError(str(refused(f"one {shown_changes(changed[:1])}")), to_give)
@@ -321,6 +322,10 @@ class _Merged:
         if len(returned[0]) != len(returned[1]):
             raise self.refused("one returns more than the other")
         for (spec, ours), (other, theirs) in zip(returned[0][:-1], returned[1][:-1], strict=True):
+            kinds = [type_of(*row) for row in ((spec, ours), (other, theirs))]
+            if None not in kinds and kinds[0] is not kinds[1]:
+                shown = [f"{'an' if kind is int else 'a'} {kind.__name__}" for kind in kinds if kind is not None]
+                raise self.refused(f"one returns or sets {shown[0]}, and the other {shown[1]}: let it be of one type")
             if type(spec.arg) is not type(other.arg):
                 raise self.refused("one returns a tensor and the other does not")
             if isinstance(spec.arg, ConstantArgument) and (type(ours) is not type(theirs) or ours != theirs):

@@ -43,6 +43,13 @@ class Written:
         before = self.table.get(self.name, MISSING)
         return all(map(may_be_carried, (before, self.value))) and _kind_of(before) is _kind_of(self.value)
 
+    @property
+    def kind_before(self) -> str:
+        """What stood there, where that is of another type."""
+        before = self.table.get(self.name, MISSING)
+        kind = _kind_of(before).__name__
+        return "" if before is MISSING or _kind_of(self.value) is _kind_of(before) else f"of type {kind}"
+
 
 def _kind_of(value: Any) -> type:
     """The type of a value, but one for all tensors, and that of Python's for open numbers."""

@@ -218,6 +218,18 @@ def _choice(a: Any, size: Any = None, replace: bool = True, p: Any = None) -> An
     return int(items[place]) if isinstance(a, int) else items[place]
 
 
+def _unless_drawn(source: str, set_state: Callable[..., None]) -> Callable[..., None]:
+    """What stands for a function that has a generator go on from elsewhere: what was drawn before is not seen there."""
+
+    def function(*args: Any, **kwargs: Any) -> None:
+        trace = listening()
+        if trace is not None and trace.draws.get(source):
+            raise refused_draw(f"{source}, which is set back to a state,", line_of_frame(sys._getframe(1)))
+        set_state(*args, **kwargs)
+
+    return function
+
+
 _RANDINT, _CHOICE = np.random.randint, np.random.choice
 _STAND_INS = [
     *(
@@ -227,6 +239,8 @@ _STAND_INS = [
     *((random, name, *_of_generator(name)) for name in _MADE_OF_DRAWS),
     (np.random, "randint", _RANDINT, _randint),
     (np.random, "choice", _CHOICE, _choice),
+    (random, "setstate", random.setstate, _unless_drawn(RANDOM, random.setstate)),
+    (np.random, "set_state", np.random.set_state, _unless_drawn(NUMPY, np.random.set_state)),
 ]
 DRAWS: tuple[tuple[Any, str, Any, Any], ...] = tuple(_STAND_INS)
 """Functions that draw, where they stand and by their names, with what stands for them while a model is traced."""

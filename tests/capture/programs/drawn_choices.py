@@ -191,3 +191,28 @@ class ShufflesWhatItHolds(Two):
 class DrawsNormals(Two):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x)) * random.gauss(0, 1)  # refused
+
+
+@program(refused="draw single numbers with")
+class SetsTheGeneratorBack(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        before = random.getstate()
+        factor = random.choice([0.5, 1.5])
+        random.setstate(before)  # refused
+        return self.b(self.a(x)) * factor
+
+
+@program(refused="draw single numbers with")
+class SetsNumpysBack(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        before = np.random.get_state()
+        factor = np.random.rand()
+        np.random.set_state(before)  # refused
+        return self.b(self.a(x)) * factor
+
+
+@program(refused="draw single numbers with")
+class SeedsTheGenerator(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        random.seed(3)  # refused
+        return self.b(self.a(x)) * random.choice([0.5, 1.5])

@@ -315,3 +315,17 @@ class AppendsOnOneWay(Two):
         if h.sum() > 0:  # refused
             self.log.append(h.sum().item())
         return self.b(h)
+
+
+@program(batch=signed, refused="torch.where")
+class SetsAFloatThatWasAnInt(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.best = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        n = h.abs().mean().item()
+        if n > self.best:  # refused
+            self.best = n
+        return self.b(h)

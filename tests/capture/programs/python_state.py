@@ -246,7 +246,7 @@ class HidesWhatItDraws(nn.Module):
         self.layer, self.drawn = nn.Linear(8, 8), (ctypes.c_ubyte * 1)()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.drawn[0] = random.randrange(256)  # refused
+        self.drawn[0] = random.getrandbits(8)  # refused
         return self.layer(x)
 
 
