@@ -291,6 +291,17 @@ class Captured:
         unshared = {node for node, count in users.items() if count == 1 and node.op != "placeholder"}
         return frozenset(i for i, nodes in enumerate(memory) if nodes <= unshared)
 
+    @cached_property
+    def outputs_before(self) -> dict[int, tuple[int, ...]]:
+        """For the index of each output that is differentiated, those of others that it is computed of."""
+        flowing = [(i, self.results[i]) for i in self.flowing]
+        before: dict[fx.Node, set[int]] = {}
+        for node in self.graph.nodes:
+            cut = node.target is torch.ops.aten.detach.default
+            read = [] if cut else [before[n] for n in node.all_input_nodes]
+            before[node] = set().union(*read) | {i for i, result in flowing if result is node}
+        return {i: tuple(sorted(before[node] - {i})) for i, node in flowing if len(before[node]) > 1}
+
     @property
     def batches(self) -> frozenset[sympy.Symbol]:
         """The symbols that are sizes of the batch; none where the trace fixes it."""

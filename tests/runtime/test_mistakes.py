@@ -114,3 +114,43 @@ def test_where_the_first_input_has_no_batch_another_is_given_first() -> None:
     for message, difference in run_on_ranks(_another_first_input, world_size=2):
         assert "a batch of 5 rows must divide by 2" in message and "give that first, by its name" in message, message
         assert difference < 1e-12
+
+
+class Features(nn.Module):
+    """Its second output is what the first one is computed of."""
+
+    def __init__(self, detaches: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.detaches = nn.Linear(6, 4), nn.Linear(4, 3), detaches
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.a(x).tanh()
+        return self.b(h.detach() if self.detaches else h).square(), h
+
+
+WAITERS: dict[str, Callable[[Tensor], Any]] = {
+    "retain_grad()": lambda h: h.retain_grad(),
+    "a hook": lambda h: h.register_hook(lambda grad: 2 * grad),
+}
+
+
+@pytest.mark.parametrize("waiter", WAITERS)
+def test_who_waits_for_an_outputs_gradient_is_given_all_of_it_or_told(waiter: str) -> None:
+    model = compiled(Features(detaches=False), loss_fn=None)
+    out, h = model(X)
+    WAITERS[waiter](h)
+    h.sum().backward()  # nothing goes through the other output
+    out, h = model(X)
+    WAITERS[waiter](h)
+    message = raised(lambda: (out.sum() + h.sum()).backward())
+    assert f"{waiter} on output 1 of the model" in message and "What to change" in message
+    out, h = model(X)
+    WAITERS[waiter](out)
+    (out.sum() + h.sum()).backward()
+
+
+def test_an_output_of_which_none_is_differentiated_may_be_waited_for() -> None:
+    out, h = compiled(Features(detaches=True), loss_fn=None)(X)
+    h.retain_grad()
+    (out.sum() + h.sum()).backward()
+    torch.testing.assert_close(h.grad, torch.ones(8, 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,7 +121,7 @@ def _deliver(kinds: Kinds, kind: Kind, call: Call, results: Sequence[Any]) -> li
     delivery = Delivery(store, _weigh(captured, values, call, store.window), kind.runner.used, kind.runner.why_once)
     for i in range(count, len(values)):
         if isinstance(values[i], torch.Tensor) and values[i].requires_grad:
-            values[i] = Outputs.apply(delivery, values[i], i in captured.own_outputs)
+            values[i] = Outputs.apply(delivery, values[i], i in captured.own_outputs, i)
     if torch.is_grad_enabled():
         refuse_detached(captured, values)
     for i in range(count, len(values)):
@@ -128,6 +129,9 @@ def _deliver(kinds: Kinds, kind: Kind, call: Call, results: Sequence[Any]) -> li
         if any(p.kind == "S" for p in layout):
             local = values[i] if values[i].requires_grad else values[i].contiguous()
             values[i] = DTensor.from_local(local, kinds.maker.mesh, placements, run_check=False)
+    for i, others in captured.outputs_before.items():
+        named = [(f"output {other - count} of the model", values[other]) for other in others]
+        delivery.before[i] = [(name, weakref.ref(x)) for name, x in named if isinstance(x, torch.Tensor)]
     return values
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -159,9 +160,13 @@ class Delivery:
         weight: what the call weighs there.
         used: the names of the parameters that the call used.
         why_once: why they can be differentiated once only; empty where they can be twice.
+
+    Attributes:
+        before: for each output, by its index, the others that it is computed of, with what they are called.
     """
 
     def __init__(self, store: GradientStore, weight: Weight, used: Sequence[str], why_once: str) -> None:
+        self.before: dict[int, list[tuple[str, weakref.ref[torch.Tensor]]]] = {}
         self._store, self._window, self._weight = store, store.window, weight
         self._weighed, self._why_once = False, why_once
         self._used, self._versions = used, store.versions(used)
@@ -175,6 +180,20 @@ class Delivery:
             raise RuntimeError(
                 f"create_graph=True: a second derivative cannot be taken through this compiled model, because {why}"
             )
+
+    def require_whole(self, output: int) -> None:
+        """Raises RuntimeError where somebody waits for the gradient of an output of which this one is computed: what
+        comes from here goes through the program, not through what the user has."""
+        for name, reference in self.before.get(output, ()):
+            x = reference()
+            if x is not None and (x.retains_grad or x._backward_hooks):
+                asks = "retain_grad()" if x.retains_grad else "a hook"
+                raise RuntimeError(
+                    f"{asks} on {name} would be given a part of its gradient: another output is computed of it inside "
+                    "of the program, by which its gradient does not pass\n"
+                    "What to change: give the model a second call that begins with it (z = model(x, encode=True); y = "
+                    "model(z)), or compile both halves; a hook inside of forward (z.register_hook(...)) sees all of it"
+                )
 
     def weighted(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient of an output as it enters the program."""
@@ -207,8 +226,8 @@ class Outputs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, delivery: Delivery, output: torch.Tensor, unshared: bool) -> torch.Tensor:
-        ctx.delivery = delivery
+    def forward(ctx: Any, delivery: Delivery, output: torch.Tensor, unshared: bool, number: int) -> torch.Tensor:
+        ctx.delivery, ctx.number = delivery, number
         ctx.set_materialize_grads(False)
         # A loss, and what shares its memory with nothing else that the user has, may be changed in place: torch refuses
         # that of the others, which are views. All but the loss keep the count of changes that autograd looks at.
@@ -219,9 +238,11 @@ class Outputs(torch.autograd.Function):
         if torch.is_grad_enabled():
             ctx.delivery.require_twice()
         (grad,) = grads
+        if grad is not None:
+            ctx.delivery.require_whole(ctx.number)
         if isinstance(grad, DTensor):  # something made of the parameters was added to the output
             grad = grad.full_tensor()
-        return None, ctx.delivery.weighted(grad), None
+        return None, ctx.delivery.weighted(grad), None, None
 
 
 class Refuse(torch.autograd.Function):
