@@ -142,6 +142,14 @@ def _steps_before(source: Source, left_out: Collection[Step] = ()) -> Iterator[S
             sources += sources_in((last.step.args, last.step.kwargs))
 
 
+def places_of(source: Source) -> set[int]:
+    """The inputs that a tensor follows from."""
+    sources = [source]
+    for step in _steps_before(source):
+        sources += sources_in((step.args, step.kwargs))
+    return {source.place for source in sources if isinstance(source, Input)}
+
+
 @dataclass(frozen=True)
 class ValueRead:
     """One value that Python has read.
@@ -180,11 +188,7 @@ class ValuesRead:
     @property
     def places(self) -> set[int]:
         """The inputs that values follow from."""
-        sources: list[Source] = [read.source for read in self.reads]
-        for read in self.reads:
-            for step in _steps_before(read.source):
-                sources += sources_in((step.args, step.kwargs))
-        return {source.place for source in sources if isinstance(source, Input)}
+        return {place for read in self.reads for place in places_of(read.source)}
 
 
 def _value_now(read: ValueRead, values: Values) -> Hashable:

@@ -252,8 +252,10 @@ def _explain_value(error: Exception, modules: list[nn.Module], line: str) -> tup
     buffers = modules[0]._buffers if modules else {}
     if flag := next((name for name in _ATTRIBUTE.findall(line) if buffers.get(name) is not None), None):
         return f"Python asks for the value of the buffer {flag}", (
-            "keep it as a plain attribute, a number or a bool, and set it outside of compiled calls (what a first call "
-            "sets, a call of the plain model before compile() does); or take elements of both ways by torch.where"
+            "keep a place that moves on as a plain attribute (self.at = 0), which calls may read and change, or index "
+            "by a tensor, queue[:, (at + torch.arange(n)) % size]; set what says which way to go outside of compiled "
+            "calls (a call of the plain model before compile() does what the first one sets), or take elements of both "
+            "ways by torch.where"
         )
     if _LOOPS.match(line):
         return "Python loops over as many rows as a tensor's values say", (

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.capture.tracing.unique_values import UNIQUE, count_of, unique_values
 from autoparallel.graph.input_values import (
     Input,
     Result,
@@ -30,6 +31,7 @@ from autoparallel.graph.input_values import (
     Values,
     ValuesRead,
     mapped,
+    places_of,
     shapes_of,
     sources_in,
     written_over,
@@ -121,13 +123,15 @@ class InputsRead:
             func: what the model calls.
             call: what is called instead.
         """
-        if func is Tensor.__iter__ and args[0].ndim:
-            return iter(self.follow(Tensor.unbind, Tensor.unbind, args, kwargs))
         as_tuple = kwargs.get("as_tuple", func is torch.where)
         if func in _NONZERO and len(args) == 1 and not {*kwargs} - {"as_tuple"}:
             positions = self._positions(args[0])
             if positions is not None:
                 return positions if as_tuple else self.follow(torch.stack, torch.stack, (positions, 1), {})
+        if func in UNIQUE:
+            result = self._unique(func, *UNIQUE[func](*args, **kwargs))
+            if result is not None:
+                return result
         args, kwargs = self._with_numbers(func, args, kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
         tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
@@ -193,6 +197,16 @@ class InputsRead:
         positions = self.follow(torch.nonzero_static, torch.nonzero_static, (mask,), {"size": count})
         return tuple(self.follow(Tensor.unbind, Tensor.unbind, (positions, 1), {}))
 
+    def _unique(self, func: Any, tensor: Tensor, dim: Any, *beside: bool) -> Any:
+        """As many values as a tensor holds in this call, and which of the results ``beside`` them are wanted."""
+        count = self.read(partial(count_of, func), tensor) if dim is None else None
+        if not count:
+            return None
+        arguments = tensor, UNIQUE[func] is UNIQUE[torch.unique], count
+        values, *others = self.follow(unique_values, unique_values, arguments, {})
+        wanted = [x for x, is_wanted in zip(others, beside, strict=True) if is_wanted]
+        return (values, *wanted) if wanted else values
+
     def _with_numbers(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -229,11 +243,13 @@ class InputsRead:
     def read(self, function: Callable[..., Any], tensor: Any) -> Any:
         """What a function reads of a tensor's values; None where they do not follow from inputs alone, or are no whole
         numbers, of which there is another one in each batch."""
-        if self._only_numbers and (any(size != 1 for size in tensor.shape) or len(self._reads) >= _MOST_NUMBERS):
-            return None
         try:
             source = self._source(tensor)
         except _NotOfInputsError:
+            return None
+        is_constant = not places_of(source)  # it follows from numbers, which the trace has
+        many = any(size != 1 for size in tensor.shape) or len(self._reads) >= _MOST_NUMBERS
+        if self._only_numbers and many and not is_constant:
             return None
         with _torch.export.unwatched():
             state = torch.default_generator.get_state()
@@ -255,7 +271,8 @@ class InputsRead:
         def read(values: Tensor) -> Hashable:
             return freeze(function(values))
 
-        self._reads.append(ValueRead(source, read, freeze(answer), line_of_frame(sys._getframe(1))))
+        if not is_constant:
+            self._reads.append(ValueRead(source, read, freeze(answer), line_of_frame(sys._getframe(1))))
         return answer
 
     def taken(self) -> ValuesRead:

@@ -36,6 +36,12 @@ def _fill(trace: Trace, func: Callable[..., Any], x: Tensor, *value: Any, **name
     return out
 
 
+def _note_length(trace: Trace, func: Callable[..., Any], input: Tensor, dim: int = 0) -> Any:
+    """Notes that Python asks how long a tensor is, or goes through it, which is an ``unbind``, where values say so."""
+    trace.reads_values |= -input.ndim <= dim < input.ndim and _torch.export.is_read(input.shape[dim])
+    return func(input) if func is Tensor.__len__ else func(input, dim)
+
+
 def _listened_to(tolist: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     """What stands for a method of torch's own classes that no ``TorchFunctionMode`` sees."""
 
@@ -119,6 +125,7 @@ _OF_NAN = "ask the tensor, if x.isnan().any(): ..., or look at the loss in the l
 
 READS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.numpy, Tensor.__array__, Tensor.__int__, Tensor.__float__, Tensor.__index__), _read),
+    **dict.fromkeys((Tensor.__len__, Tensor.unbind, torch.unbind), _note_length),
     Tensor.fill_: _fill, Tensor.zero_: _fill,
 }  # fmt: skip
 """The functions that read values, or tell which they are, with what takes their place while a model is traced."""

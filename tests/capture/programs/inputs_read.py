@@ -67,6 +67,52 @@ class LoopsOverParts(Reader):
         return self.b(out + h)
 
 
+def kinds_of_rows(step: int) -> tuple[Any, ...]:
+    """Eight sequences, and the kind of each."""
+    kinds = ([0, 1, 1, 3, 0, 1, 1, 3], [2, 2, 2, 2, 2, 2, 2, 2], [0, 1, 1, 3, 0, 1, 1, 3])
+    return numbers(8, 7, 8, seed=step), torch.tensor(kinds[step])
+
+
+@program(batch=kinds_of_rows, ranks=True)
+class LoopsOverKinds(Reader):
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        kinds, places, counts = torch.unique(lengths, return_inverse=True, return_counts=True)
+        out = h.mean(1) * (places + 1).unsqueeze(1)
+        for kind, count in zip(kinds, counts, strict=True):
+            out = out + self.b(h[lengths == kind]).sum() * kind / count
+        for i in range(len(kinds)):
+            out = out + i * kinds[i] * h[places == i].mean()
+        return out
+
+
+@program(batch=kinds_of_rows)
+class LoopsOverRuns(Reader):
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        out: list[Tensor] = []
+        start = 0
+        for stop in lengths.unique_consecutive(return_counts=True)[1].cumsum(0):
+            out.append(self.b(h[start:stop]).mean(0) * stop)
+            start = int(stop)
+        return torch.cat(out)
+
+
+@program(batch=lambda step: ([numbers(4, n, 8, seed=9 * step + i) for i, n in enumerate((6, 6, 4, 4, 4)[: 5 - step])],))
+class CutsSetsOfCrops(nn.Module):
+    """Crops of one size go through the layers together, as in DINO; what it loops over follows from sizes alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, crops: list[Tensor]) -> Tensor:
+        sizes = torch.tensor([crop.shape[1] for crop in crops])
+        start, out = 0, torch.empty(0, dtype=crops[0].dtype)
+        for stop in torch.cumsum(torch.unique_consecutive(sizes, return_counts=True)[1], 0):
+            out = torch.cat([out, self.a(torch.cat(crops[start:stop])).tanh().mean(1)])
+            start = stop
+        return out
+
+
 @program(batch=ragged)
 class RepeatsByLengths(Reader):
     def read(self, h: Tensor, lengths: Tensor) -> Any:
