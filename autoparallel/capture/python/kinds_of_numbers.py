@@ -51,7 +51,7 @@ class _Converting(type):
         value = args[0]
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = _value_of(value, base)
-        return _OPEN[base](value) if isinstance(value, torch.SymInt | torch.SymFloat) else base(value)
+        return convert(value, base) if isinstance(value, torch.SymInt | torch.SymFloat) else base(value)
 
     def __eq__(cls, other: object) -> bool:
         return other is cls or other is cls.__mro__[1]
@@ -76,7 +76,10 @@ class _Int(int, metaclass=_Converting):
 
 _CONVERTERS: Mapping[str, type] = {"float": _Float, "int": _Int}
 
-_OPEN: Mapping[type, Any] = {float: torch.sym_float, int: torch.sym_int}
+
+def convert(value: Any, kind: type) -> Any:
+    """An open number as one of another kind, where no trace says otherwise (see ``tracing.numbers_read``)."""
+    return torch.sym_int(value) if kind is int else torch.sym_float(value)
 
 
 def _value_of(tensor: torch.Tensor, kind: type) -> Any:

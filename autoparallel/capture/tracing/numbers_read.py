@@ -70,6 +70,18 @@ def _is_same(x: torch.SymFloat, other: Any) -> bool:
     return other is x or isinstance(other, torch.SymFloat) and bool(other.node.expr == x.node.expr)
 
 
+_CONVERT = kinds_of_numbers.convert
+
+
+def _convert(value: Any, kind: type) -> Any:
+    """An open number as one of another kind.  A whole number of a float is fixed where the trace fixes such numbers."""
+    trace = listening()
+    if trace is None or kind is not int or not isinstance(value, torch.SymFloat):
+        return _CONVERT(value, kind)
+    trace.has_open_draws = not trace.fixes_draws
+    return int(value) if trace.fixes_draws else _CONVERT(value, kind)
+
+
 def _choose(of_two: Callable[..., Any], x: Any, y: Any) -> Any:
     """The larger or the smaller one of two numbers, as Python chooses it: the second one where it is, which NaN is not.
     What torch chooses does not tell which one came first."""
@@ -137,6 +149,7 @@ NAMES: tuple[tuple[Any, str, Any], ...] = (
         for name, sign in (("__ne__", "!="), ("__eq__", "=="), ("__le__", "<="), ("__ge__", ">="))
     ),
     (kinds_of_numbers, "choose", _choose),
+    (kinds_of_numbers, "convert", _convert),
     *(
         (kind, f"__{name}__", _computes(kind, name))
         for kind in (torch.SymBool, torch.SymInt, torch.SymFloat)

@@ -220,14 +220,14 @@ class Dirty(torch.autograd.Function):
         return 5 * grad
 
 
-@program(refused=".")
+@program(ranks=True)
 class DirtyFunction(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Dirty.apply(self.a(x).tanh() + 0)  # refused
+        return Dirty.apply(self.a(x).tanh() + 0)
 
 
 class ReadsBackward(torch.autograd.Function):
