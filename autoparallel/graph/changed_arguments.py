@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.python_state import is_plain, is_same
-from autoparallel.graph.records import attributes_of, fields_of, is_slotted
+from autoparallel.graph.records import attributes_of, fields_of
 
 ARGUMENTS = "entries of its arguments"
 """The name under which a trace keeps the changes, beside the attributes that a call sets."""
@@ -33,6 +33,9 @@ its place where it takes the place of another."""
 ATTRIBUTES = "__dict__"
 """The step of a path from an object to the dict of its attributes."""
 
+SLOTS = "__slots__"
+"""The same to those that are in slots, where it has some."""
+
 
 @dataclass(frozen=True)
 class NotedContainer:
@@ -40,7 +43,7 @@ class NotedContainer:
 
     Attributes:
         path: leads to it from ``(args, kwargs)``.
-        container: a dict or list, the dict of an object's attributes, or an object that has none.
+        container: a dict or list, the dict of an object's attributes, or an object that has slots.
     """
 
     path: tuple[Any, ...]
@@ -49,8 +52,7 @@ class NotedContainer:
 
     @property
     def entries_now(self) -> Container:
-        container = self.container
-        return fields_of(container) if is_slotted(container) else container
+        return fields_of(self.container) if self.path[-1] == SLOTS else self.container
 
 
 def note_containers(args: Sequence[Any], kwargs: dict[str, Any]) -> list[NotedContainer]:
@@ -59,15 +61,18 @@ def note_containers(args: Sequence[Any], kwargs: dict[str, Any]) -> list[NotedCo
 
 
 def _containers_in(value: Any, path: tuple[Any, ...]) -> Iterator[NotedContainer]:
-    if is_slotted(value):
-        yield NotedContainer(path, value, fields_of(value))
     if isinstance(value, dict | list) and len(path) > 1:  # keyword arguments are a dict of the call's own
         yield NotedContainer(path, value, list(value) if isinstance(value, list) else dict(value))
     if isinstance(value, dict | list | tuple):
         for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _containers_in(entry, (*path, key))
-    if type(value) in pytree.SUPPORTED_NODES and (attributes := attributes_of(value)):
+    if type(value) not in pytree.SUPPORTED_NODES:
+        return
+    if (attributes := attributes_of(value)) is not None:
         yield from _containers_in(attributes, (*path, ATTRIBUTES))
+    if fields := fields_of(value):
+        yield NotedContainer((*path, SLOTS), value, fields)
+        yield from _containers_in(tuple(fields.values()), (*path, SLOTS))
 
 
 def describe_changes(noted: Sequence[NotedContainer]) -> list[Any]:
@@ -89,10 +94,11 @@ def describe_changes(noted: Sequence[NotedContainer]) -> list[Any]:
         assert isinstance(before, dict)
         new = {key: entry for key, entry in now.items() if key not in before or before[key] is not entry}
         gone = [key for key in before if key not in now]
-        if (new or gone) and is_slotted(x.container):
+        if (new or gone) and x.path[-1] == SLOTS:
             raise CaptureError(
-                f"the model changes a {type(x.container).__name__} that it is given, which has no __dict__\n"
-                "What to change: work on a copy (dataclasses.replace(batch, x=h)), and return what is new."
+                f"the model changes a {type(x.container).__name__} that it is given, in its __slots__\n"
+                "What to change: work on a copy (copy.copy(batch), dataclasses.replace(batch, x=h)), and return "
+                "what is new."
             )
         if new or gone:
             changes.append([list(x.path), gone, new])
@@ -110,7 +116,10 @@ def make_changes(changes: Sequence[Any], args: Sequence[Any], kwargs: dict[str, 
     for path, gone, new in changes:
         container: Any = (args, kwargs)
         for key in path:
-            container = vars(container) if key == ATTRIBUTES else container[key]
+            if key == SLOTS:
+                container = tuple(fields_of(container).values())
+            else:
+                container = vars(container) if key == ATTRIBUTES else container[key]
         change_entries(container, gone, new)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from autoparallel.graph.caches import grows, hold
+from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.records import is_held, register_records
 
 
@@ -22,7 +23,13 @@ def flatten(values: Any, caches: list[Any] | None = None) -> tuple[list[Any], py
     Args:
         caches: takes the caches, which are numbered then (see ``caches.hold``).
     """
-    leaves, spec = pytree.tree_flatten(values)
+    try:
+        leaves, spec = pytree.tree_flatten(values)
+    except RecursionError:
+        raise CaptureError(
+            "an argument, or what the model returns, holds itself (a.parent.child is a), and nobody comes to its end\n"
+            "What to change: pass and return objects without the way back, or make it a weak one (weakref.ref(parent))."
+        ) from None
     if any(map(grows, leaves)):
         return flatten(hold(values, caches))
     return flatten(values, caches) if register_records(leaves) else (leaves, spec)

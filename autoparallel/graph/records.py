@@ -7,12 +7,11 @@ call a record is another object of the same class, which is made without its ``_
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections import OrderedDict, UserDict
 from collections.abc import Iterable, Iterator
 from functools import partial
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -64,42 +63,73 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 
 def is_slotted(value: Any) -> bool:
-    """Whether a value is a dataclass without ``__dict__``, which torch takes apart by its fields."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "__dict__")
+    """Whether a value is an object of a class of Python's that has ``__slots__`` in the place of ``__dict__``."""
+    return not isinstance(value, type) and attributes_of(value) is None and bool(_slots_of(type(value)))
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass."""
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    """What is in the slots of an object."""
+    return {name: slot.__get__(value) for name, slot in _slots_of(type(value)).items() if _is_filled(slot, value)}
+
+
+def _is_filled(slot: Any, value: Any) -> bool:
+    try:
+        slot.__get__(value)
+    except AttributeError:
+        return False
+    return True
+
+
+def _slots_of(kind: type) -> dict[str, Any]:
+    """The slots of a class, by the names that Python gives them."""
+    if _base_of(kind) not in _BASES:
+        return {}
+    classes = [x for x in reversed(kind.__mro__) if x.__flags__ & _IS_HEAP_TYPE]
+    return {name: x for c in classes for name, x in vars(c).items() if isinstance(x, MemberDescriptorType)}
+
+
+def _held_in(value: Any) -> dict[str, Any]:
+    """The attributes of an object, in its ``__dict__`` and in slots."""
+    return {**fields_of(value), **(attributes_of(value) or {})}
+
+
+def _set(value: Any, name: str, attribute: Any) -> None:
+    """Sets an attribute past what the class does where one is set."""
+    if (slot := _slots_of(type(value)).get(name)) is not None:
+        slot.__set__(value, attribute)
+    else:
+        vars(value)[name] = attribute
 
 
 def register_records(leaves: Iterable[Any]) -> bool:
     """Makes the classes of the records among leaves known to torch; whether there are some."""
-    unknown = {type(x): x for leaf in leaves if is_record(leaf) for x in _records_in(leaf)}
-    for kind, record in unknown.items():
-        if is_slotted(record):
-            torch.export.register_dataclass(kind)
-        else:
-            make = partial(_mapping_of if issubclass(kind, UserDict) else _record_of, kind)
-            pytree.register_pytree_node(kind, _take_apart, make, flatten_with_keys_fn=_take_apart_with_keys)
+    unknown = dict.fromkeys(type(x) for leaf in leaves if is_record(leaf) for x in _records_in(leaf))
+    for kind in unknown:
+        make = partial(_record_of, kind)
+        pytree.register_pytree_node(kind, _take_apart, make, flatten_with_keys_fn=_take_apart_with_keys)
     return bool(unknown)
 
 
 def is_record(value: Any) -> bool:
     """Whether a value is an object that holds tensors, and beside them only what a call may be given.
 
-    A ``UserDict`` is one whatever it holds, as its entries are all that counts.
+    A ``UserDict`` is one whatever it holds. Its attributes that no call may be given, such as a tokenizer's encodings,
+    stay away.
     """
     if isinstance(value, UserDict):
         return True
     leaves = list(_leaves_in(value, ())) if _may_hold(value) else []
-    return any(isinstance(x, torch.Tensor) for x in leaves) and all(
-        isinstance(x, torch.Tensor) or is_plain(x) for x in leaves
-    )
+    return any(isinstance(x, torch.Tensor) for x in leaves) and all(map(_may_be_given, leaves))
+
+
+def _may_be_given(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) or is_plain(leaf)
 
 
 def _may_hold(value: Any) -> bool:
     """Whether an object has attributes or entries, and can be made without its ``__init__``."""
+    if is_plain(value):  # a member of an enum is itself alone
+        return False
     if is_slotted(value):
         return True
     attributes = attributes_of(value)
@@ -114,11 +144,8 @@ def _base_of(kind: type) -> Any:
 
 def _parts_of(value: Any) -> list[Any]:
     """What is in an object, but for classes."""
-    if isinstance(value, UserDict):
-        return pytree.tree_leaves(list(value.values()))
-    attributes = fields_of(value) if is_slotted(value) else attributes_of(value) or {}
     entries = value.values() if isinstance(value, dict) else ()
-    return pytree.tree_leaves([*(x for x in attributes.values() if not isinstance(x, type)), *entries])
+    return pytree.tree_leaves([*(x for x in _held_in(value).values() if not isinstance(x, type)), *entries])
 
 
 def _records_in(value: Any) -> Iterator[Any]:
@@ -142,11 +169,13 @@ def _leaves_in(value: Any, around: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _take_apart(record: Any) -> tuple[list[Any], _Form]:
-    if isinstance(record, UserDict):
-        return list(record.values()), _Form(tuple(record), (), (), ())
     entries = record if isinstance(record, dict) else {}
     constants, links, rest = [], [], {}
-    for name, value in vars(record).items():
+    attributes = _held_in(record)
+    if isinstance(record, UserDict):
+        entries = attributes.pop("data")
+        attributes = {name: x for name, x in attributes.items() if _is_fit(x)}
+    for name, value in attributes.items():
         if isinstance(value, weakref.ref):
             links.append(name)
         elif is_held(value) or isinstance(value, type):
@@ -156,14 +185,15 @@ def _take_apart(record: Any) -> tuple[list[Any], _Form]:
     return [*entries.values(), *rest.values()], _Form(tuple(entries), tuple(rest), tuple(constants), tuple(links))
 
 
+def _is_fit(attribute: Any) -> bool:
+    """Whether a call may be given what an attribute holds."""
+    return all(map(_may_be_given, _leaves_in(SimpleNamespace(attribute=attribute), ())))
+
+
 def _take_apart_with_keys(record: Any) -> tuple[list[tuple[Any, Any]], _Form]:
     values, form = _take_apart(record)
     keys = [*map(pytree.MappingKey, form.keys), *map(pytree.GetAttrKey, form.names)]
     return list(zip(keys, values, strict=True)), form
-
-
-def _mapping_of(kind: type, values: Iterable[Any], form: _Form) -> Any:
-    return kind(dict(zip(form.keys, values, strict=True)))
 
 
 def _record_of(kind: type, values: Iterable[Any], form: _Form) -> Any:
@@ -171,11 +201,15 @@ def _record_of(kind: type, values: Iterable[Any], form: _Form) -> Any:
     count = len(form.keys)
     base = _base_of(kind)
     record = base.__new__(kind)
-    for key, value in zip(form.keys, values[:count], strict=True):
-        base.__setitem__(record, key, value)
-    vars(record).update(zip(form.names, values[count:], strict=True))
-    vars(record).update(form.constants)
-    vars(record).update(dict.fromkeys(form.links, _LINK))
+    entries = dict(zip(form.keys, values[:count], strict=True))
+    if issubclass(kind, UserDict):
+        vars(record)["data"] = entries
+    else:
+        for key, value in entries.items():
+            base.__setitem__(record, key, value)
+    links = [(name, _LINK) for name in form.links]
+    for name, value in (*zip(form.names, values[count:], strict=True), *form.constants, *links):
+        _set(record, name, value)
     _link(values, record)
     return record
 
@@ -183,10 +217,9 @@ def _record_of(kind: type, values: Iterable[Any], form: _Form) -> Any:
 def _link(values: Iterable[Any], record: Any) -> None:
     """Lets the records in a new one that refer to what is around them refer to it."""
     for value in values:
-        attributes = attributes_of(value) or {}
-        for name, x in attributes.items():
+        for name, x in _held_in(value).items():
             if x is _LINK:
-                attributes[name] = weakref.ref(record)
+                _set(value, name, weakref.ref(record))
         if isinstance(value, dict):
             _link(value.values(), record)
         elif isinstance(value, list | tuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import UserDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -215,3 +215,120 @@ class ReturnsAFunction(nn.Linear):
 @program(refused=r"objects that hold tensors and constants alone", line=False, loss=lambda out: out.x.square().mean())
 def an_object_with_a_function_is_returned() -> nn.Module:
     return ReturnsAFunction(8, 8)
+
+
+class Slotted:
+    """A class without ``__dict__`` that is no dataclass, with a name that Python mangles and a slot that is empty."""
+
+    __slots__ = ("__double", "later", "tags", "x")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.__double = x, x * 2
+        self.tags: list[Tensor] = []
+
+    @property
+    def double(self) -> Tensor:
+        return self.__double
+
+
+class Both(Slotted):
+    """Has slots and a ``__dict__``."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x)
+        self.h: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Scaled:
+    """What is made of it by its ``__init__`` would be scaled twice."""
+
+    x: Tensor
+    scale: float = 3.0
+    tags: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.x = self.x * self.scale
+
+
+@loop(ranks=True)
+def objects_with_slots(run: Run) -> None:
+    class Appends(Two):
+        def forward(self, batch: Any) -> Any:
+            batch.tags.append(self.a(batch.x))
+            if isinstance(batch, Both):
+                batch.h = batch.tags[0] + batch.double
+            return type(batch)(self.b(batch.tags[0]))
+
+    model = run.compile(Appends().double())
+    for step in range(STEPS):
+        batch = [Slotted, Both, Scaled][step](numbers(8, 8, seed=step))
+        output = model(batch)
+        run.note("tags", batch.tags, grad=True)
+        run.note("output", (output.x, output.double if isinstance(output, Slotted) else output.scale))
+        run.note("h", batch.h if isinstance(batch, Both) else None, grad=True)
+        output.x.square().mean().backward()
+        run.note_gradients(model)
+
+
+@program(batch=lambda step: (Both(numbers(8, 8, seed=step)),), refused=r"copy\.copy", line=False)
+class SetsASlotBesideADict(Two):
+    def forward(self, batch: Both) -> Tensor:
+        batch.x = self.a(batch.x)
+        return self.b(batch.x)
+
+
+class Tokens(UserDict[str, Any]):
+    """As the ``BatchEncoding`` of transformers: attributes beside the entries, one of which no call may be given."""
+
+    def __init__(self, entries: dict[str, Any] | None = None, scale: float | None = None) -> None:
+        super().__init__(entries)
+        self.scale, self.source = scale, object()
+
+
+@loop(ranks=True)
+def attributes_of_a_user_dict(run: Run) -> None:
+    class Scales(Two):
+        def forward(self, batch: Tokens) -> Tokens:
+            batch["h"] = self.a(batch["x"])
+            return Tokens({"y": self.b(batch["h"]) * (1.0 if batch.scale is None else batch.scale)}, scale=batch.scale)
+
+    model = run.compile(Scales().double())
+    for step in range(STEPS):
+        batch = Tokens({"x": numbers(8, 8, seed=step)}, scale=[None, 2.0, 3.0][step])
+        output = model(batch)
+        run.note("output", (output["y"], output.scale, batch["h"]), grad=True)
+
+
+@loop(ranks=True)
+def an_attribute_of_a_dict_is_set(run: Run) -> None:
+    class Entries(dict[str, Any]):
+        pass
+
+    class Flags(Two):
+        def forward(self, batch: Any) -> Tensor:
+            batch.done = True
+            return self.b(self.a(batch["x"]))
+
+    model = run.compile(Flags().double())
+    for step in range(STEPS):
+        batch = Entries(x=numbers(8, 8, seed=step))
+        run.note("output", model(batch), grad=True)
+        run.note("done", batch.done)
+
+
+def ring(step: int) -> tuple[Any, ...]:
+    first, second = SimpleNamespace(x=numbers(8, 8, seed=step)), SimpleNamespace()
+    first.other, second.other = second, first
+    return (first,)
+
+
+@loop(refused=r"weak one", line=False)
+def an_object_that_holds_itself(run: Run) -> None:
+    class Reads(Two):
+        def forward(self, batch: Any) -> Tensor:
+            return self.b(self.a(batch.x))
+
+    model = run.compile(Reads().double())
+    model(SimpleNamespace(x=numbers(8, 8, seed=0)))
+    model(*ring(1))
