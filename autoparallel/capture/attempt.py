@@ -61,8 +61,9 @@ from autoparallel.capture.tracing.trace import Answers, Question, Trace
 from autoparallel.capture.tracing.tracing import everything_seen
 from autoparallel.capture.training import Training
 from autoparallel.capture.user_warnings import only_the_users
+from autoparallel.graph.beside import beside_in, take_apart
 from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, refused_draw
-from autoparallel.graph.carried_attributes import ChangesAttributesError, attributes_in, without_attributes
+from autoparallel.graph.carried_attributes import ChangesAttributesError
 from autoparallel.graph.drawn_numbers import CHECKS, RANDOM, TORCH
 from autoparallel.graph.hooks import HookTemplate, require_full_hooks
 from autoparallel.graph.layers import find_runs, is_checkpointed, layer_of
@@ -276,7 +277,7 @@ class Attempt:
     def _trace_all_ways(self, stacks: list[Stack], as_compiled: bool) -> Way:
         """The same, once more for each attribute that only one of the ways sets, and for each whole number among them
         that only one fixes."""
-        numbers, _ = attributes_in(range(len(self.specs)), self.in_spec)
+        numbers = beside_in(range(len(self.specs)), self.in_spec).numbers
         while True:
             try:
                 return self._trace_ways(stacks, as_compiled)
@@ -398,7 +399,7 @@ class Attempt:
         except Exception as error:  # noqa: BLE001 - whatever a model cannot do here, tracing it will say better
             return [], error
         inside = tuple(f"{stack.path}." for stack in stacks)
-        changing = {*whole.findings.attributes, *without_attributes(self.inputs.arguments[1])[1]}
+        changing = {*whole.findings.attributes, *take_apart(self.inputs.arguments[1])[1].attributes}
         return ([] if any(f"model.{name}".startswith(inside) for name in changing) else stacks), None
 
     def _read_of_next(self, written: Mapping[str, Written]) -> PythonState | None:
@@ -504,7 +505,7 @@ def _export(wrapper: Training, inputs: FakeInputs, trace: Trace) -> Way:
                 defer_numbers(program.graph, inputs.number_names(program))
                 make_tensors_of_counts(program, trace.numbers)
                 _name_outputs(program)
-                labels = frozenset(without_attributes(inputs.arguments[1])[1])
+                labels = frozenset(take_apart(inputs.arguments[1])[1].attributes)
                 return Way(program, wrapper.findings, wrapper.recorder, trace, findings[Draws].count, literals, labels)
     except CaptureError:
         raise

@@ -17,12 +17,12 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.capture.attempt import Attempt, CaptureSettings
 from autoparallel.capture.fake_inputs import scale_of, traced_shape
+from autoparallel.graph.beside import beside_in, method_of, take_apart
 from autoparallel.graph.calls import closed, fits, without_numbers
 from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec
-from autoparallel.graph.carried_attributes import CARRIED, ChangesAttributesError, attributes_in
-from autoparallel.graph.drawn_numbers import DRAWS, DrawsNumbersError
+from autoparallel.graph.carried_attributes import ChangesAttributesError
+from autoparallel.graph.drawn_numbers import DrawsNumbersError
 from autoparallel.graph.garbage import MANY, collected_rarely, count_as_old
-from autoparallel.graph.methods import method_of, without_method
 from autoparallel.passes.follow_batch import follow_results, weight_of_rows
 
 
@@ -122,7 +122,7 @@ def _capture(
 def _pinned_numbers(captured: Captured, specs: Sequence[InputSpec | Any], in_spec: pytree.TreeSpec) -> dict[str, str]:
     """The numbers among the attributes that a call is given of which its trace serves this value alone, with the line
     that fixes one."""
-    (names, _), (numbers, _) = (attributes_in(leaves, in_spec) for leaves in (captured.inputs, specs))
+    names, numbers = (beside_in(leaves, in_spec).numbers for leaves in (captured.inputs, specs))
     line = next(reversed(captured.fixed), "an unknown line")
     return {label: line for label, spec in numbers.items() if spec.open and not _is_open(captured, names[label])}
 
@@ -149,7 +149,7 @@ def _examples(specs: Sequence[InputSpec | Any], settings: CaptureSettings) -> li
 def _arguments(model: nn.Module, specs: Sequence[Any], in_spec: pytree.TreeSpec, settings: CaptureSettings) -> str:
     """What a call was given, by the names of the model's arguments."""
     args, kwargs = pytree.tree_unflatten(specs, in_spec)
-    kwargs, method = without_method({k: value for k, value in kwargs.items() if k not in (CARRIED, DRAWS)})
+    kwargs, (*_, method) = take_apart(kwargs)
     target = {"the target": args[-1]} if settings.loss_fn is not None and args else {}
     names = list(inspect.signature(method_of(model, method)).parameters)
     names += [f"argument {i}" for i in range(len(names) + 1, len(args) + 1)]  # more than it takes

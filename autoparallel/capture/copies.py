@@ -18,10 +18,8 @@ from autoparallel.capture.python.closures import Closures
 from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.refusals import require_dense, uncopied
 from autoparallel.capture.training import Training
+from autoparallel.graph.beside import method_of, take_apart
 from autoparallel.graph.captured import CaptureError
-from autoparallel.graph.carried_attributes import without_attributes
-from autoparallel.graph.drawn_numbers import without_draws
-from autoparallel.graph.methods import method_of, without_method
 from autoparallel.graph.plain_tensors import (
     LOSS,
     REPLACED,
@@ -79,9 +77,9 @@ class Copies:
         self.owners = _owners_of(model)
         registered = (*_torch.tensors.parameters_of(model), *model.buffers())
         self.fakes: dict[int, Any] = {id(t): self._fake(t) for t in registered}
-        args, kwargs = inputs.arguments[0], without_attributes(without_draws(inputs.arguments[1])[0])[0]
-        kwargs, name = without_method(kwargs)
-        self._cached = asks_for_cache(method_of(model, name), args[:-1] if loss_fn is not None else args, kwargs)
+        args, (kwargs, beside) = inputs.arguments[0], take_apart(inputs.arguments[1])
+        run = method_of(model, beside.method)
+        self._cached = asks_for_cache(run, args[:-1] if loss_fn is not None else args, kwargs)
         tensors = plain_tensors(model)
         if isinstance(loss_fn, nn.Module):
             state = {**dict(loss_fn.named_parameters()), **dict(loss_fn.named_buffers()), **plain_tensors(loss_fn)}

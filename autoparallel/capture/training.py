@@ -20,12 +20,10 @@ from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.data_access import DataAccess
 from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
 from autoparallel.capture.tracing.trace import Question, listening
+from autoparallel.graph.beside import method_of, take_apart
 from autoparallel.graph.caches import caches_in, release, tensors_in
 from autoparallel.graph.captured import CaptureError
-from autoparallel.graph.carried_attributes import without_attributes
 from autoparallel.graph.changed_arguments import ARGUMENTS, describe_changes, note_containers
-from autoparallel.graph.drawn_numbers import without_draws
-from autoparallel.graph.methods import method_of, without_method
 from autoparallel.graph.nesting import flatten_results
 from autoparallel.graph.python_state import is_plain
 
@@ -145,16 +143,16 @@ class Training(nn.Module):
                 trace.inputs.note_inputs(inputs)
         self._changes: dict[str, Any] = {}
         args, kwargs = release(pytree.tree_unflatten(inputs, nesting))
-        kwargs, drawn = without_draws(kwargs)
-        kwargs, attributes = without_attributes(kwargs)
+        kwargs, beside = take_apart(kwargs)
+        attributes = beside.attributes
         if trace is not None:
-            trace.ahead = drawn
+            trace.ahead = beside.draws
             with trace.silent():
                 attributes |= {label: int(attributes[label]) for label in self.fixed}
         exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
         with entries_exchanged(self.recorder.containers.held, exchange.exchanged), self.recorder.carrying(attributes):
             with self.recorder, DataAccess(), exchange:
-                outputs = self._outputs(args, kwargs)
+                outputs = self._outputs(args, kwargs, beside.method)
                 outputs = without_journals(outputs) if self.recorder.containers.has_journals else outputs
                 leaves, self.findings.spec = flatten_results(outputs)
             written = self.recorder.take(in_order=not self.findings.questions)
@@ -170,11 +168,11 @@ class Training(nn.Module):
         leaves += [question.value for question in self.findings.questions]
         return [exchange.current(leaf) for leaf in leaves]
 
-    def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
         if self.loss_fn is None:
-            return self._run(args, kwargs)
+            return self._run(args, kwargs, method)
         *inputs, target = args
-        outputs = self._run(tuple(inputs), kwargs)
+        outputs = self._run(tuple(inputs), kwargs, method)
         self.findings.has_outputs = True
         loss = self.loss_fn(outputs, target)
         if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]) and _is_count(loss[1]):
@@ -182,13 +180,12 @@ class Training(nn.Module):
             return loss[0] / loss[1]
         return loss
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
         args, kwargs = _cast((args, kwargs), self.input_dtype)
         grown = [(cache, tensors_in(cache)) for cache in caches_in((args, kwargs))]
         containers = note_containers(args, kwargs)
-        kwargs, name = without_method(kwargs)
-        run = method_of(self.model, name)
-        outputs = self.model(*args, **kwargs) if name is None else run(*args, **kwargs)
+        run = method_of(self.model, method)
+        outputs = self.model(*args, **kwargs) if method is None else run(*args, **kwargs)
         if changes := describe_changes(containers):
             self._changes = {ARGUMENTS: changes}
         returned = {id(cache) for cache in caches_in(outputs)}

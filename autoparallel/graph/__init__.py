@@ -8,13 +8,12 @@
 - ``hooks``: the hooks that a call runs.
 - ``python_state``: the values of Python's that a trace has read, compared at every call; ``input_values``: those that
   it has read of the inputs.
-- ``carried_attributes``: those that calls read and change, which are given to them.
-- ``drawn_numbers``: those that calls draw of Python's ``random``, which are given to them.
+- ``beside``: what stands beside the arguments of a call: ``carried_attributes``, those that calls read and change,
+  ``drawn_numbers``, those that calls draw of Python's ``random``, and a method that runs in the place of ``forward``.
 - ``plain_tensors``: tensors that a model holds without having registered them; ``labels`` tell of what it holds, and
   where.
 - ``nesting``: nested values as leaves; ``caches`` of generation and ``records``, objects that hold tensors, among them;
   ``changed_arguments``: the containers that a call changes.
-- ``methods``: those that calls run in the place of ``forward``.
 - ``generators``: those of random numbers that are Python's and numpy's.
 - ``garbage``: when Python looks for garbage.
 - ``lines``: the user's line behind a node or a frame.

@@ -24,9 +24,6 @@ from autoparallel.graph.labels import is_entry, split_entry
 from autoparallel.graph.python_state import is_plain
 from autoparallel.graph.records import is_held
 
-CARRIED = "attributes that calls change"
-"""The name of the argument that holds them."""
-
 _LEAST = 2
 """The size that stands for 0: one of 0 or 1 is never open."""
 
@@ -113,7 +110,8 @@ def label_of(name: str) -> str:
     return name.replace("`", "'")
 
 
-def _by_label(values: Mapping[str, Any]) -> dict[str, Any]:
+def by_label(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes by their labels, of those that have their keys in the argument."""
     constants = {name: value.value for name, value in values.items() if isinstance(value, _Constant)}
     return {label_of(name): value for name, value in {**values, **constants}.items()}
 
@@ -128,13 +126,6 @@ def describe_attributes(argument: tuple[Mapping[str, torch.Tensor], Mapping[str,
     ]
 
 
-def without_attributes(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keyword arguments of a call, and the attributes that stand behind them, by label."""
-    arguments = dict(kwargs)
-    numbers, others = arguments.pop(CARRIED, ({}, {}))
-    return arguments, _by_label({name: number_of(x.shape) for name, x in numbers.items()} | others)
-
-
 def is_changed(label: str, names: Container[str]) -> bool:
     """Whether a call changes an attribute.
 
@@ -142,12 +133,6 @@ def is_changed(label: str, names: Container[str]) -> bool:
         names: of what it sets.
     """
     return label in names or is_entry(label) and f"{split_entry(label)[0]}{ENTRIES}" in names
-
-
-def attributes_in(leaves: Sequence[Any], in_spec: pytree.TreeSpec) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """What of something that there is for each input is for attributes, by label: whole numbers, and all others."""
-    numbers, others = pytree.tree_unflatten(leaves, in_spec)[1].get(CARRIED, ({}, {}))
-    return _by_label(numbers), _by_label(others)
 
 
 def computed_attributes(captured: Captured) -> list[str]:

@@ -23,9 +23,6 @@ import numpy as np
 from autoparallel.graph.captured import CaptureError, NumberSpec, ReadAgainError
 from autoparallel.operators.random import RandomState, number_alone
 
-DRAWS = "numbers that the call draws"
-"""The name of the argument that holds them."""
-
 RANDOM, NUMPY, TORCH = "Python's random", "numpy.random", "torch.rand([])"
 """What they are drawn from."""
 
@@ -137,9 +134,3 @@ def move_on(scripts: Mapping[str, Script]) -> None:
 def describe_draws(drawn: Mapping[str, tuple[float, ...]]) -> list[NumberSpec]:
     """The inputs that they are, which are left open from the first call on."""
     return [NumberSpec(float, number, is_drawn=True) for numbers in drawn.values() for number in numbers]
-
-
-def without_draws(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, tuple[Any, ...]]]:
-    """The keyword arguments of a call, and what is drawn for it."""
-    arguments = dict(kwargs)
-    return arguments, arguments.pop(DRAWS, {})

@@ -9,23 +9,20 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from autoparallel.decisions.prediction import Prediction
+from autoparallel.graph.beside import CARRIED, DRAWS, beside_in
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.graph.carried_attributes import (
-    CARRIED,
     ChangesAttributesError,
     as_argument,
-    attributes_in,
     describe_attributes,
 )
 from autoparallel.graph.drawn_numbers import (
-    DRAWS,
     DrawsNumbersError,
     add_script,
     describe_draws,
     drawn_ahead,
     script_of,
-    without_draws,
 )
 from autoparallel.graph.nesting import flatten
 from autoparallel.graph.plain_tensors import attribute_at
@@ -108,14 +105,14 @@ def capture_given(planner: Planner, call: Call) -> tuple[Captured, Call]:
     try:
         return planner.capture(call), call
     except ChangesAttributesError as error:
-        numbers, others = attributes_in(call.specs, call.in_spec)
-        labels = {**numbers, **others, **error.values}
-        if len(labels) == len(numbers) + len(others):
+        attributes = beside_in(call.specs, call.in_spec).attributes
+        labels = {**attributes, **error.values}
+        if len(labels) == len(attributes):
             raise
         argument = as_argument({x: attribute_at(planner.model, x, planner.request.loss_fn) for x in labels})
         larger = _add_argument(call, CARRIED, argument, describe_attributes(argument))
     except DrawsNumbersError as error:
-        before = without_draws(pytree.tree_unflatten(call.specs, call.in_spec)[1])[1]
+        before = beside_in(call.specs, call.in_spec).draws
         scripts = {label: script_of(label, len(numbers))[1] for label, numbers in before.items()}
         drawn = drawn_ahead(add_script(scripts, error), RandomState(0, 0))
         larger = _add_argument(call, DRAWS, drawn, describe_draws(drawn))

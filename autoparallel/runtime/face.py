@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.graph.methods import METHOD
+from autoparallel.graph.beside import METHOD
 from autoparallel.runtime.parameters.slices import lay_like
 from autoparallel.runtime.programs.runner import refuse_gradient
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import nn
 
+from autoparallel.graph.beside import beside_in
 from autoparallel.graph.calls import NUMBERS, Call
 from autoparallel.graph.captured import Captured, CaptureError, NumberSpec, refusal
-from autoparallel.graph.carried_attributes import ChangesAttributesError, attributes_in, is_changed
+from autoparallel.graph.carried_attributes import ChangesAttributesError, is_changed
 from autoparallel.graph.drawn_numbers import Script, drawn_ahead
 from autoparallel.graph.python_state import PythonState
 from autoparallel.operators import RandomState
@@ -78,7 +79,7 @@ class Carried:
         where they are open, its kind does not tell them."""
         numbers = [s for s in call.specs[: len(call.specs) - call.attributes] if type(s) in NUMBERS]
         if self._numbers.labels:
-            _, others = attributes_in(call.specs, call.in_spec)
+            others = beside_in(call.specs, call.in_spec).others
             numbers += [value for label, value in others.items() if label in self._numbers.labels]
         return tuple(numbers)
 
@@ -100,8 +101,7 @@ class Carried:
                 what = f"every call changes {label}, a number, and fixes what it computes by it"
                 cure = "make it a registered buffer (self.n += 1 works on a tensor), and take torch's functions of it"
                 raise refusal(what, line, f"{cure} (torch.cos), or pass it in")
-        _, others = attributes_in(call.specs, call.in_spec)
-        for label, spec in others.items():
+        for label, spec in beside_in(call.specs, call.in_spec).others.items():
             value = spec.value if isinstance(spec, NumberSpec) and fixes_numbers(captured, call) else spec
             if not isinstance(value, float | str) or not is_changed(label, captured.attributes):
                 continue

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.comm.groups import before_next_collective
+from autoparallel.graph.beside import CARRIED
 from autoparallel.graph.calls import (
     Call,
     UnevenSizeError,
@@ -34,7 +35,6 @@ from autoparallel.graph.calls import (
 )
 from autoparallel.graph.captured import Captured, FailsUntraced, InputSpec, NumberSpec
 from autoparallel.graph.carried_attributes import (
-    CARRIED,
     ChangesAttributesError,
     as_argument,
     describe_attributes,

@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.comm.world import elsewhere, from_host
+from autoparallel.graph.beside import CARRIED, DRAWS, METHOD, method_of
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import InputSpec, describe_inputs
-from autoparallel.graph.carried_attributes import CARRIED, as_argument, describe_attributes, may_be_carried
-from autoparallel.graph.drawn_numbers import DRAWS, describe_draws
+from autoparallel.graph.carried_attributes import as_argument, describe_attributes, may_be_carried
+from autoparallel.graph.drawn_numbers import describe_draws
 from autoparallel.graph.hooks import hooks_of
 from autoparallel.graph.labels import is_entry
-from autoparallel.graph.methods import METHOD, method_of, without_method
 from autoparallel.graph.nesting import flatten
 from autoparallel.graph.plain_tensors import attribute_at
 from autoparallel.graph.python_state import MISSING, is_plain
@@ -147,8 +147,7 @@ class CallReader:
     def _name(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaf: int) -> str:
         """What a user calls a leaf of the inputs, such as ``the argument x[0]``."""
         (_, first, *rest), _ = pytree.tree_flatten_with_path((args, kwargs))[0][leaf]
-        method = without_method(kwargs)[1]
-        names = list(inspect.signature(method_of(self.plain, method)).parameters)
+        names = list(inspect.signature(method_of(self.plain, kwargs.get(METHOD))).parameters)
         position = getattr(first, "idx", None)
         if position is None:
             name = str(getattr(first, "key", first))
