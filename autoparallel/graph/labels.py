@@ -23,6 +23,11 @@ def is_key(key: Any) -> bool:
     return type(key) in (int, bool) or type(key) is str and repr(key) == f"'{key}'" and not {"'", "`"} & {*key}
 
 
+def has_place(key: Any) -> bool:
+    """Whether a buffer can have such an entry's label as its name, too: neither dots nor brackets are in the key."""
+    return is_key(key) and not {".", "[", "]"} & {*repr(key)}
+
+
 def label_of_entry(label: str, key: Any) -> str:
     """The label of an entry of a container."""
     return f"{label}[{key!r}]"

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoparallel import _torch
-from autoparallel.graph.labels import is_entry, label_of_entry, split_entry, step_from, steps_of
+from autoparallel.graph.labels import has_place, is_entry, label_of_entry, split_entry, step_from, steps_of
 from autoparallel.graph.python_state import MISSING, is_data
 
 LOSS = "the loss function"
@@ -168,13 +168,6 @@ def is_attribute(model: nn.Module, name: str) -> bool:
             label_of_entry(entry[1], key) == attribute and has_place(key) for key in table
         )
     return isinstance(vars(module).get(attribute), torch.Tensor) and not hasattr(type(module), attribute)
-
-
-def has_place(key: Any) -> bool:
-    """Whether an entry of a dict has a label of its own: that of the dict, and the text of its key in brackets."""
-    if type(key) is tuple:
-        return all(map(has_place, key))
-    return type(key) is int or type(key) is str and not {".", "[", "]"} & {*key}
 
 
 _ENTRY = re.compile(r"([^.\[]+)\[([^.]+)\]")

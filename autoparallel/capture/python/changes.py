@@ -13,7 +13,7 @@ from autoparallel.capture.python.containers import leaves_of
 from autoparallel.capture.python.watched import may_leave
 from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.carried_attributes import may_be_carried
-from autoparallel.graph.plain_tensors import has_place
+from autoparallel.graph.labels import has_place
 from autoparallel.graph.python_state import MISSING, is_data, is_plain, is_same, shown
 
 IN_THE_MODEL = "keep what changes in the model, as a registered buffer"
