@@ -86,7 +86,7 @@ class Trace:
         counting: tensors that count up by one along their last dim, by id, with their version.
         has_leaves: whether the model has made a tensor of its own require gradients, which nobody is given.
         kernels: the names of those that attention may run on where the model is called.
-        scripts: how many functions of TorchScript the model is in.
+        script_depth: how many functions of TorchScript the model is in.
         numbers: the places among the inputs of numbers that are left open, and their values, by what stands for them.
         assumed: the relations of these that the model has asked for, and whether they hold in this call; and what it
             has made whole numbers of, with these.
@@ -115,7 +115,7 @@ class Trace:
         self.inputs, self.attributes, self.reads_values = inputs, attributes, False
         self.asked_at: str | None = None
         self.has_leaves = False
-        self.kernels, self.scripts = _torch.nn.attention_kernels(), 0
+        self.kernels, self.script_depth = _torch.nn.attention_kernels(), 0
         self._regions: list[tuple[fx.Graph | None, int]] = []  # that the model is in
         self.counting: dict[int, tuple[Tensor, int]] = {}
         self.fixed: dict[int, str] = {}

@@ -308,17 +308,17 @@ def _call_script(self: Any, *args: Any, **kwargs: Any) -> Any:
     plain: Any = self if trace is None else _torch.export.python_of(self)
     if trace is None or plain is self:
         return _CALL_SCRIPT(self, *args, **kwargs)
-    trace.scripts += 1
+    trace.script_depth += 1
     try:
         return plain(*args, **kwargs)
     finally:
-        trace.scripts -= 1
+        trace.script_depth -= 1
 
 
 def _is_scripting() -> bool:
     """What a function of TorchScript is told, which runs as Python."""
     trace = listening()
-    return trace is not None and trace.scripts > 0
+    return trace is not None and trace.script_depth > 0
 
 
 def _validate_device(*tensors: torch.Tensor) -> None:
