@@ -19,31 +19,27 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx, nn
-from torch.export import ExportedProgram, export
-from torch.export.graph_signature import ConstantArgument
+from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch.export import complete_users, computing_on, has_unknown_sizes, make_fake_mode
+from autoparallel._torch.export import computing_on, has_unknown_sizes, make_fake_mode
 from autoparallel._torch.nn import parametrizations_made_anew, without_trackers
 from autoparallel.capture.copies import Copies
 from autoparallel.capture.describe import describe
+from autoparallel.capture.exports import export_way, name_outputs
 from autoparallel.capture.fake_inputs import FakeInputs, scale_of
 from autoparallel.capture.first_calls import read_of_next, state_of_next
 from autoparallel.capture.functional.devices import forget_devices
-from autoparallel.capture.functional.functional import make_functional
 from autoparallel.capture.functional.layers import NotAlike, Stack, find_stacks, leave_out
-from autoparallel.capture.functional.passes import filling_passes, resolving_passes, tracing_passes
-from autoparallel.capture.functional.returned_numbers import make_tensors_of_counts
+from autoparallel.capture.functional.passes import filling_passes, resolving_passes
 from autoparallel.capture.functional.selections import group_selections
-from autoparallel.capture.functional.ways import FixedOnOneWayError, SetOnOneWayError, Way, literals_of, merge
+from autoparallel.capture.functional.ways import FixedOnOneWayError, SetOnOneWayError, Way, merge
 from autoparallel.capture.python.changes import ContainerChangedError, StateChangedError, Written
 from autoparallel.capture.python.globals_read import (
     GlobalsRead,
     owners_of,
     packages_of,
     read_of_loss,
-    without_model,
 )
 from autoparallel.capture.python.journals import JournalReadError
 from autoparallel.capture.refusals.failures import explain_failure, is_raised_by_model, place_of
@@ -51,10 +47,8 @@ from autoparallel.capture.refusals.refusals import (
     INSTEAD_OF_WAYS,
     require_gradients_of_parameters,
     require_own_memory,
-    require_same_memory,
 )
 from autoparallel.capture.tracing.drawn_numbers import depends_on_draws, require_dropped
-from autoparallel.capture.tracing.functions import require_unread
 from autoparallel.capture.tracing.inputs_read import InputsRead
 from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
 from autoparallel.capture.tracing.trace import Answers, Question, Trace
@@ -71,9 +65,7 @@ from autoparallel.graph.lines import first_line, line_of
 from autoparallel.graph.python_state import PythonState
 from autoparallel.operators.control_flow import goes_by_values, is_selection
 from autoparallel.operators.opaque import OpaqueCall
-from autoparallel.passes.defer_numbers import defer_numbers
 from autoparallel.passes.recompute_layers import checkpointed_layers
-from autoparallel.passes.replace_random_operators import Draws
 from autoparallel.passes.runner import run_passes
 from autoparallel.text import LOGGER
 
@@ -282,12 +274,12 @@ class Attempt:
             try:
                 return self._trace_ways(stacks, as_compiled)
             except SetOnOneWayError as error:
-                self.copies.returned |= error.labels
+                self.copies.returned_anyway |= error.labels
             except FixedOnOneWayError as error:
                 labels = {label for label, place in numbers.items() if place == error.place}
-                if not labels or labels <= self.copies.fixed:
+                if not labels or labels <= self.copies.fixed_numbers:
                     raise
-                self.copies.fixed |= labels
+                self.copies.fixed_numbers |= labels
 
     def _trace_ways(self, stacks: list[Stack], as_compiled: bool) -> Way:
         """A trace that goes all ways on which Python may go on from where it asks for a tensor's value."""
@@ -315,13 +307,13 @@ class Attempt:
             if goes_by_values(node.target) and (count := sum(x.name in parameters for x in node.all_input_nodes)):
                 LOGGER.warning(ON_SELECTED if is_selection(node.target) else ON_ONE_WAY, count, line_of(node))
         run_passes(resolving_passes(calls, hooks), way.program.graph_module)
-        _name_outputs(way.program)
+        name_outputs(way.program)
         return way
 
     def _trace_way(self, wrapper: Training, trace: Trace) -> Way:
         """The trace of one way: that of the trace's answers, and of True to each further question."""
         try:
-            way = _export(wrapper, self.inputs, trace)
+            way = export_way(wrapper, self.inputs, trace)
         except CaptureError as error:
             if error.__cause__ is None or not trace.questions:
                 raise
@@ -487,38 +479,3 @@ def _line_of(error: StateChangedError, wrapper: Training, reads: GlobalsRead, ru
             run(wrapper)
 
     return first_line(again, lambda: error.has_changed(wrapper.recorder, reads))
-
-
-def _export(wrapper: Training, inputs: FakeInputs, trace: Trace) -> Way:
-    """The trace as values."""
-    try:
-        with everything_seen(trace):
-            program = export(wrapper, inputs.arguments, dynamic_shapes=inputs.shapes, strict=False)
-            complete_users(program.graph_module)
-            require_same_memory(program.graph)
-            with trace.silent(), without_model():
-                findings = run_passes(tracing_passes(program.graph, trace.calls), program.graph_module)
-                require_unread(program.graph, trace.calls)
-                _name_outputs(program)
-                literals = literals_of(program)
-                program = make_functional(program)
-                defer_numbers(program.graph, inputs.number_names(program))
-                make_tensors_of_counts(program, trace.numbers)
-                _name_outputs(program)
-                labels = frozenset(take_apart(inputs.arguments[1])[1].attributes)
-                return Way(program, wrapper.findings, wrapper.recorder, trace, findings[Draws].count, literals, labels)
-    except CaptureError:
-        raise
-    except Exception as error:
-        raise CaptureError(explain_failure(error, wrapper.model, wrapper.findings.has_outputs)) from error
-
-
-def _name_outputs(program: ExportedProgram) -> None:
-    """Writes the names of the results of a graph that was rewritten into its signature, and the results that were sizes
-    until a question of the model's has fixed them."""
-    results = program.graph.output_node().args[0]
-    for spec, result in zip(program.graph_signature.output_specs, results, strict=True):
-        if isinstance(result, fx.Node):
-            spec.arg.name = result.name
-        elif isinstance(result, int | float) and not isinstance(spec.arg, ConstantArgument):
-            spec.arg = ConstantArgument("", result)

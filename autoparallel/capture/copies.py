@@ -54,8 +54,9 @@ class Copies:
         closures: of the model's functions, as the last copy has them.
         journals: the labels of lists and dicts that a run has changed: it may only add to them.
         read: the labels of those that it has read as well.
-        returned: the labels of attributes that calls are given, and return also where they leave them as they are.
-        fixed: the labels of those that are whole numbers, and no longer open.
+        returned_anyway: the labels of attributes that calls are given, and return also where they leave them as they
+            are; ways of the model that are traced add to them.
+        fixed_numbers: the labels of those that are whole numbers, and no longer open; ways add to them, too.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class Copies:
         self.recorders: list[Recorder] = []
         self.journals: set[str] = set()
         self.read: set[str] = set()
-        self.returned: set[str] = set()
-        self.fixed: set[str] = set()
+        self.returned_anyway: set[str] = set()
+        self.fixed_numbers: set[str] = set()
         self.owners = _owners_of(model)
         registered = (*_torch.tensors.parameters_of(model), *model.buffers())
         self.fakes: dict[int, Any] = {id(t): self._fake(t) for t in registered}
@@ -138,8 +139,8 @@ class Copies:
             inputs.alike,
             inputs.numbers,
             inputs.twins,
-            self.returned,
-            self.fixed,
+            self.returned_anyway,
+            self.fixed_numbers,
         )  # fmt: skip
         keep_lines_of(loss)
         wrapper.training = plain.training

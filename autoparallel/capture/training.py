@@ -94,8 +94,8 @@ class Training(nn.Module):
         alike: the open dims of inputs, each an input and a dim, in sets of the same size: one symbol stands for a set.
         numbers: the values of inputs that are tensors in the graph, and numbers to the model, by their places.
         twins: the inputs that are the same tensor as an earlier one, with that.
-        returned: the labels of attributes that a call returns as it is given them, where it does not set them.
-        fixed: the labels of those that are whole numbers and no longer open.
+        returned_anyway: the labels of attributes that a call returns as it is given them, where it does not set them.
+        fixed_numbers: the labels of those that are whole numbers and no longer open.
     """
 
     def __init__(
@@ -107,11 +107,12 @@ class Training(nn.Module):
         alike: Sequence[Sequence[tuple[int, int]]],
         numbers: Mapping[int, int | float],
         twins: Sequence[tuple[int, int]],
-        returned: Collection[str] = (),
-        fixed: Collection[str] = (),
+        returned_anyway: Collection[str] = (),
+        fixed_numbers: Collection[str] = (),
     ) -> None:
         super().__init__()
-        self.alike, self.numbers, self.twins, self.returned, self.fixed = alike, numbers, twins, returned, fixed
+        self.alike, self.numbers, self.twins = alike, numbers, twins
+        self.returned_anyway, self.fixed_numbers = returned_anyway, fixed_numbers
         self.model = model
         self.loss_fn = loss_fn
         cast = precision is not None and precision.cast_forward_inputs
@@ -148,7 +149,7 @@ class Training(nn.Module):
         if trace is not None:
             trace.ahead = beside.draws
             with trace.silent():
-                attributes |= {label: int(attributes[label]) for label in self.fixed}
+                attributes |= {label: int(attributes[label]) for label in self.fixed_numbers}
         exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
         with entries_exchanged(self.recorder.containers.held, exchange.exchanged), self.recorder.carrying(attributes):
             with self.recorder, DataAccess(), exchange:
@@ -156,7 +157,7 @@ class Training(nn.Module):
                 outputs = without_journals(outputs) if self.recorder.containers.has_journals else outputs
                 leaves, self.findings.spec = flatten_results(outputs)
             written = self.recorder.take(in_order=not self.findings.questions)
-            if left := {label: attributes[label] for label in self.returned if label not in written}:
+            if left := {label: attributes[label] for label in self.returned_anyway if label not in written}:
                 written = dict(sorted({**written, **left}.items(), reverse=True))
         if trace is not None:
             _require_unset(trace.attributes)
