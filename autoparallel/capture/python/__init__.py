@@ -1,6 +1,7 @@
 """What a model reads and writes of Python's while it is traced.
 
-- ``recorder``: records what a copy of the model reads and writes of its attributes, of each object in ``watched``;
+- ``recorder``: records what a copy of the model reads and writes of its attributes, of each object in ``watched``,
+  and in ``class_state`` of their classes;
   ``changes``: what becomes of what a call changes; ``reads``: what its trace depends on;
   ``observed_classes`` tell it, and ``containers`` are what it compares: ``held_containers`` are those of the copy,
   ``journals`` stand for those to which a call only adds, ``given_entries`` are of those that it reads and changes;

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import BuiltinMethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,32 +30,29 @@ from autoparallel.capture.python.changes import (
     refused_past_the_model,
     require_may_leave,
 )
+from autoparallel.capture.python.class_state import ClassState
 from autoparallel.capture.python.containers import (
     BY_VALUE,
-    holds_the_same,
     is_remade,
     objects_held,
     objects_in,
-    refill,
 )
 from autoparallel.capture.python.given_entries import changes_of_remade
 from autoparallel.capture.python.held_containers import HeldContainers
 from autoparallel.capture.python.journals import Journal
 from autoparallel.capture.python.observed_classes import observe, release, written_to
-from autoparallel.capture.python.reads import note_read, note_read_of_class, note_shared
+from autoparallel.capture.python.reads import note_read, note_shared
 from autoparallel.capture.python.watched import INTERNAL, TABLES, Watched, is_bookkeeping
 from autoparallel.graph.captured import CaptureError, refusal, refused_draw
 from autoparallel.graph.carried_attributes import ChangesAttributesError, may_be_carried
 from autoparallel.graph.changed_arguments import ENTRIES
-from autoparallel.graph.generators import GENERATORS, set_state, state_of
+from autoparallel.graph.generators import GENERATORS
 from autoparallel.graph.labels import is_entry, label_of_entry, split_entry
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.plain_tensors import LOSS, holder_of
 from autoparallel.graph.python_state import (
-    LIBRARIES,
     MISSING,
     PythonState,
-    freeze,
     is_data,
     is_same,
     shown,
@@ -77,6 +74,7 @@ class Recorder:
 
     Attributes:
         containers: the lists, dicts, sets and others that the copy holds.
+        classes: what the classes of its objects hold.
         written: the attributes that the last run has set, by label.
         rebound: the buffers that it has bound to other tensors.
         registered: the buffers that were not there before, by label, and whether they belong to the state dict.
@@ -103,14 +101,11 @@ class Recorder:
         self.written: dict[str, Written] = {}
         self._set: dict[Hashable, str] = {}
         self._past: dict[str, tuple[Any, str]] = {}  # lists and dicts that are read past the model, and where
-        self._class_reads: set[tuple[type, str]] = set()
+        self.classes = ClassState()
         self._changes: dict[str, tuple[Any, str, CaptureError]] = {}
         originals: list[Any] = memo.get(id(memo), [])
         self._watched: dict[int, Watched] = {}
         self._recording = False
-        self._shared: dict[tuple[type, str], tuple[Any, Any]] = {}
-        self._changed_shared = self._drawn = ""
-        self._generators: dict[str, tuple[Any, Any]] = {}
         for prefix, (theirs, ours) in {"": (model, copied), **({LOSS: loss} if loss else {})}.items():
             for path, module in ours.named_modules(remove_duplicate=False):
                 if id(vars(module)) not in self._watched:
@@ -143,8 +138,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         for watched in self._watched.values():
             watched.begin()
-        self._shared, self._changed_shared = {}, ""
-        self._generators, self._drawn = {}, ""
+        self.classes.begin()
         self._rebinds.clear()
         self.containers.begin()
         self._versions = {name: fake._version for name, fake in self._constants.items()}
@@ -153,12 +147,7 @@ class Recorder:
 
     def __exit__(self, *_: object) -> None:
         self._recording = False
-        self._changed_shared, self._drawn = self.changed_shared(), self.drawn()
-        for generator, state in self._generators.values():
-            set_state(generator, state)
-        for container, entries in self._shared.values():  # they are the user's own
-            if not holds_the_same(container, entries):
-                refill(container, entries)
+        self.classes.end()
 
     @contextmanager
     def carrying(self, attributes: Mapping[str, Any]) -> Iterator[None]:
@@ -198,7 +187,7 @@ class Recorder:
                 watched.reads.add(name)
                 self._look_at(watched, name)
                 if name not in table:
-                    self._note_shared(type(watched.original), name)
+                    self.classes.look_at(type(watched.original), name)
 
     def read_all(self, table: dict[str, Any]) -> None:
         """Notes that the ``__dict__`` of an object is asked for, and thereby anything that is in it."""
@@ -208,18 +197,7 @@ class Recorder:
     def read_class(self, cls: type, name: str) -> None:
         """Notes that an attribute of an object's class is read, of the class itself."""
         if self._recording and name not in INTERNAL:
-            self._class_reads.add((cls.__mro__[1], name))  # the class that ours is derived from
-            self._note_shared(cls.__mro__[1], name)
-
-    def _note_shared(self, cls: type, name: str) -> None:
-        """Notes what a class's own list, dict or set holds before it is first read."""
-        cls = next((c for c in cls.__mro__ if name in vars(c)), cls)
-        value = vars(cls).get(name)
-        if isinstance(value, GENERATORS):
-            self._generators.setdefault(f"{cls.__name__}.{name}", (value, state_of(value)))
-        elif isinstance(value, list | dict | set | deque) and cls.__module__.partition(".")[0] not in LIBRARIES:
-            self._shared.setdefault((cls, name), (value, value.copy()))
-            self._past[f"{cls.__name__}.{name}"] = value, line_of_frame(sys._getframe(1))
+            self.classes.read(cls.__mro__[1], name)  # the class that ours is derived from
 
     def _look_at(self, watched: Watched, name: str) -> None:
         """Refuses what is read for the first time and cannot be in a program; later, not in the middle of a call."""
@@ -273,32 +251,12 @@ class Recorder:
         self._recording = False
         if self._refusal:
             raise self.containers.growing() or self._refusal
-        if name := self.changed_class():
-            raise StateChangedError.refusing(
-                f"a call changes an attribute of a class, {name},",
-                "keep it in a registered buffer, or set it outside of forward",
-                lambda recorder, _: bool(recorder.changed_class()),
+        if generator := self.classes.drawn_from():
+            raise StateChangedError(
+                partial(refused_draw, generator), lambda recorder, _: bool(recorder.classes.drawn_from())
             )
-        if drawn := self._drawn:
-            raise StateChangedError(partial(refused_draw, drawn), lambda recorder, _: bool(recorder.drawn()))
-        if shared := self._changed_shared:
-            raise StateChangedError.refusing(
-                f"a call changes {shared}, which all objects of the class share,",
-                "return what is collected as an output, or keep it in a registered buffer of the module",
-                lambda recorder, _: bool(recorder.changed_shared()),
-            )
-        if constant := self.changed_constant():
-            raise StateChangedError.refusing(
-                f"a call changes the tensor {constant} in place,",
-                "register it as a buffer (self.register_buffer), or replace it each time (x = x + ...)",
-                lambda recorder, _: bool(recorder.changed_constant()),
-            )
-        if label := self.changed_carried():
-            raise StateChangedError.refusing(
-                f"a call changes {label} in place, a tensor that calls replace,",
-                f"replace it each time (self.{label.rpartition('.')[2]} = ...)",
-                lambda recorder, _: bool(recorder.changed_carried()),
-            )
+        for change in _UNCARRIED:
+            change.require_none(self)
         written: dict[str, Any] = {}
         for watched in list(self._watched.values()):
             for name, line in watched.changed().items():
@@ -335,16 +293,6 @@ class Recorder:
         """An attribute of a class that the run has set, which the class made for recording has got; empty for none."""
         classes = {type(watched.copy) for watched in self._watched.values()}
         return next((f"{cls.__name__}.{name}" for cls in classes for name in written_to(cls)), "")
-
-    def changed_shared(self) -> str:
-        """A list, dict or set of a class that the run has changed; empty for none."""
-        changed = (f"{c.__name__}.{name}" for (c, name), pair in self._shared.items() if not holds_the_same(*pair))
-        return next(changed, "")
-
-    def drawn(self) -> str:
-        """A generator of a class that the run has drawn from; empty for none."""
-        drawn = (name for name, (x, state) in self._generators.items() if freeze(state_of(x)) != freeze(state))
-        return next(drawn, "")
 
     def changed_constant(self) -> str:
         """A tensor in a list, dict or object that the run has changed in place; empty for none."""
@@ -506,7 +454,7 @@ class Recorder:
         """The labels of what the runs have changed of the model's: of lists and dicts by their ids, of attributes by
         the object's id and the name. Raises CaptureError for a list or dict that they have read past the model, too."""
         changed = self._set | self.containers.originals
-        for place, (held, line) in self._past.items():
+        for place, (held, line) in {**self._past, **self.classes.containers_read}.items():
             if label := next((changed[id(x)] for x in objects_in(held) if id(x) in changed), ""):
                 raise refused_past_the_model(label, place, line)
         return changed
@@ -519,6 +467,43 @@ class Recorder:
                 note_read(state, watched, name, *self.containers.read_of(watched, name))
         for places in self.containers.shared():
             note_shared(state, places)
-        for cls, name in sorted(self._class_reads, key=str):
-            note_read_of_class(state, cls, name)
+        self.classes.add_to(state)
         return state
+
+
+class _Change(NamedTuple):
+    """Something that a run may change: what tells its label, or an empty one, and the refusal."""
+
+    label: Callable[[Recorder], str]
+    what: str
+    cure: str
+
+    def require_none(self, recorder: Recorder) -> None:
+        if label := self.label(recorder):
+            what, cure = self.what.format(label), self.cure.format(label.rpartition(".")[2])
+            raise StateChangedError.refusing(what, cure, lambda recorder, _: bool(self.label(recorder)))
+
+
+_UNCARRIED = (
+    _Change(
+        Recorder.changed_class,
+        "a call changes an attribute of a class, {},",
+        "keep it in a registered buffer, or set it outside of forward",
+    ),
+    _Change(
+        lambda recorder: recorder.classes.changed_container(),
+        "a call changes {}, which all objects of the class share,",
+        "return what is collected as an output, or keep it in a registered buffer of the module",
+    ),
+    _Change(
+        Recorder.changed_constant,
+        "a call changes the tensor {} in place,",
+        "register it as a buffer (self.register_buffer), or replace it each time (x = x + ...)",
+    ),
+    _Change(
+        Recorder.changed_carried,
+        "a call changes {} in place, a tensor that calls replace,",
+        "replace it each time (self.{} = ...)",
+    ),
+)
+"""What a run may change that no program carries."""
