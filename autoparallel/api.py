@@ -297,7 +297,9 @@ def _require_methods(model: nn.Module, option: str, methods: Sequence[str]) -> N
     if isinstance(methods, str) or not all(isinstance(name, str) for name in methods):
         raise TypeError(f"{option} must be names of methods, such as ('generate',), not {methods!r}")
     for name in methods:
-        if not callable(getattr(model, name, None)) or hasattr(ParallelModule, name):
+        if hasattr(ParallelModule, name):
+            raise ValueError(f"{option} names {name!r}, which every compiled model has: rename the model's own method")
+        if not callable(getattr(model, name, None)):
             raise ValueError(f"{option} names {name!r}, which is no method that {type(model).__name__} itself has")
 
 

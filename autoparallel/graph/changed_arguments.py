@@ -60,6 +60,18 @@ def note_containers(args: Sequence[Any], kwargs: dict[str, Any]) -> list[NotedCo
     return list(_containers_in((args, kwargs), ()))
 
 
+def require_apart(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raises ValueError where a call is given one container twice: a trace is given two, of which it changes one."""
+    seen: set[int] = set()
+    for noted in note_containers(args, kwargs):
+        if id(noted.container) in seen:
+            raise ValueError(
+                "one container is given twice to a call that changes what it is given\n"
+                "What to change: give it once, or give a copy (copy.copy(batch))."
+            )
+        seen.add(id(noted.container))
+
+
 def _containers_in(value: Any, path: tuple[Any, ...]) -> Iterator[NotedContainer]:
     if isinstance(value, dict | list) and len(path) > 1:  # keyword arguments are a dict of the call's own
         yield NotedContainer(path, value, list(value) if isinstance(value, list) else dict(value))

@@ -83,10 +83,11 @@ def convert(value: Any, kind: type) -> Any:
 
 
 def _value_of(tensor: torch.Tensor, kind: type) -> Any:
-    """The value of a tensor of one element, which may be open."""
-    if tensor.is_complex():
+    """The value of a tensor of one element, which may be open; a tensor of floats is no whole number, as one may be
+    NaN, of which Python makes none."""
+    if tensor.is_complex() or tensor.is_floating_point() and kind is int:
         return tensor
-    return (tensor if tensor.is_floating_point() and kind is float else tensor.to(torch.int64)).item()
+    return (tensor if tensor.is_floating_point() else tensor.to(torch.int64)).item()
 
 
 def _divmod(x: Any, y: Any, /) -> Any:

@@ -74,10 +74,13 @@ _CONVERT = kinds_of_numbers.convert
 
 
 def _convert(value: Any, kind: type) -> Any:
-    """An open number as one of another kind.  A whole number of a float is fixed where the trace fixes such numbers."""
+    """An open number as one of another kind.  A whole number of a float is fixed where the trace fixes such numbers,
+    and read where values tell which it is."""
     trace = listening()
     if trace is None or kind is not int or not isinstance(value, torch.SymFloat):
         return _CONVERT(value, kind)
+    if _torch.export.is_read(value, trace.numbers):
+        return int(value)
     trace.has_open_draws = not trace.fixes_draws
     return int(value) if trace.fixes_draws else _CONVERT(value, kind)
 

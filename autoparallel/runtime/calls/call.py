@@ -18,7 +18,7 @@ from autoparallel.comm.waiting import note_raised
 from autoparallel.graph.caches import release
 from autoparallel.graph.calls import Call, sizes_of, values_of
 from autoparallel.graph.captured import Captured, leaf_value
-from autoparallel.graph.changed_arguments import ARGUMENTS, ENTRIES, change_entries, make_changes
+from autoparallel.graph.changed_arguments import ARGUMENTS, ENTRIES, change_entries, make_changes, require_apart
 from autoparallel.graph.drawn_numbers import move_on
 from autoparallel.graph.labels import is_entry, split_entry
 from autoparallel.graph.lines import place_of_error
@@ -48,6 +48,8 @@ def run_call(kinds: Kinds, plain: nn.Module, read: ReadCall, args: Sequence[Any]
         buffers = [tensor_at(plain, path) for path in captured.mutated_buffers]
         try:
             _require_unchanged(captured, buffers, call)
+            if ARGUMENTS in captured.attributes:
+                require_apart(args, kwargs)
             store.begin_call()
             if store.window is not None and torch.is_grad_enabled():
                 _require_weight(kind, store.window)

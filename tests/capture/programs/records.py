@@ -134,6 +134,22 @@ def a_graph_asks_its_parent(run: Run) -> None:
         run.note("output", model(Graph(x=numbers(8, 8, seed=step))), grad=True)
 
 
+class SetsTheFirst(Two):
+    def forward(self, batches: list[Any]) -> Tensor:
+        batches[0].h = self.a(batches[0].x)
+        return self.b(batches[-1].h if hasattr(batches[-1], "h") else batches[-1].x)
+
+
+def twice(step: int) -> tuple[Any, ...]:
+    batch = SimpleNamespace(x=numbers(8, 8, seed=step))
+    return ([batch, batch],)
+
+
+@program(batch=twice, refused="give a copy", line=False)
+def one_object_twice() -> nn.Module:
+    return SetsTheFirst()
+
+
 class Unpacks(Two):
     def forward(self, images: list[Masked], more: dict[str, Masked]) -> Masked:
         (x, mask), (y, _) = images[0], more["other"]
