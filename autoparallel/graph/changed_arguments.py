@@ -62,14 +62,12 @@ def note_containers(args: Sequence[Any], kwargs: dict[str, Any]) -> list[NotedCo
 
 def require_apart(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raises ValueError where a call is given one container twice: a trace is given two, of which it changes one."""
-    seen: set[int] = set()
-    for noted in note_containers(args, kwargs):
-        if id(noted.container) in seen:
-            raise ValueError(
-                "one container is given twice to a call that changes what it is given\n"
-                "What to change: give it once, or give a copy (copy.copy(batch))."
-            )
-        seen.add(id(noted.container))
+    containers = [x.container for x in note_containers(args, kwargs)]
+    if len({*map(id, containers)}) < len(containers):
+        raise ValueError(
+            "one container is given twice to a call that changes what it is given\n"
+            "What to change: give it once, or give a copy (copy.copy(batch))."
+        )
 
 
 def _containers_in(value: Any, path: tuple[Any, ...]) -> Iterator[NotedContainer]:
