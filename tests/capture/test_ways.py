@@ -15,7 +15,7 @@ from transformers import TableTransformerConfig
 from transformers.models.table_transformer.modeling_table_transformer import TableTransformerEncoderLayer
 
 import autoparallel
-from autoparallel.capture import attempt
+from autoparallel.capture import exports
 from autoparallel.graph.captured import CaptureError
 from autoparallel.operators.control_flow import goes_by_values, inner_graphs
 from autoparallel.planner import planner
@@ -237,7 +237,7 @@ class _AsksFourTimes(Blocks):
 
 def test_the_ways_are_traced_once_each() -> None:
     """Four questions, one after another, are sixteen ways."""
-    with mock.patch.object(attempt, "export", wraps=attempt.export) as export:
+    with mock.patch.object(exports, "export", wraps=exports.export) as export:
         graph = captured(_AsksFourTimes(), torch.randn(8, 8)).graph
     assert export.call_count == 16 and len(choices(graph)) == 4
 
@@ -270,7 +270,7 @@ class _Layers(nn.Module):
 
 
 def test_layers_that_ask_once_each_are_traced_once() -> None:
-    with mock.patch.object(attempt, "export", wraps=attempt.export) as export:
+    with mock.patch.object(exports, "export", wraps=exports.export) as export:
         graph = captured(_Layers(*(_Layer() for _ in range(8))), torch.randn(8, 8))
     assert export.call_count == 4 and len(choices(graph.graph)) == 8
     assert [run.members for run in graph.runs] == [tuple(f"layers.{i}" for i in range(1, 8))]

@@ -124,18 +124,6 @@ class Nested(Function):
         return grads[0] * 7
 
 
-class InPlace(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x.mul_(2)
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0] * 2
-
-
 class ByModule(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
@@ -258,11 +246,6 @@ def test_the_batch_stays_open() -> None:
     assert len(compiled._kinds) == 1
 
 
-class ChangesInPlace(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(InPlace.apply(self.up(x) * 1)).sum()
-
-
 class GivenAModule(Base):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(ByModule.apply(x, self.up)).sum()
@@ -292,7 +275,6 @@ class PacksWhatIsSaved(Base):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (ChangesInPlace, "InPlace changes an argument in place"),
         (GivenAModule, "ByModule is given an object of type Linear"),
         (ReadsAParameter, "ByAttribute reads a parameter or an activation that is not among its arguments"),
         (ChangesWhatIsShared, "shares its memory with a result of an autograd.Function"),

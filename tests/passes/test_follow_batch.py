@@ -86,7 +86,7 @@ DIFFERENT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "the first row": (lambda h, y: h[0].sum(), "select"),
     "rows beside rows": (lambda h, y: (h * h.flip(0)).mean(), "flip"),
     "over the detached loss": (lambda h, y: h.square().mean() / h.square().mean().detach(), "quotient"),
-    "over a number that the batch fixes": (lambda h, y: h.sum() / int(h.shape[0]), "a number scales it"),
+    "over a number that the batch fixes": (lambda h, y: h.sum() / len(range(h.shape[0])), "a number scales it"),
 }
 
 
