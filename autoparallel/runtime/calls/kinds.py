@@ -266,7 +266,10 @@ class Kinds:
         places = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(len(call.specs)), call.in_spec))[0]
         inputs = [_describe_input(path, *x) for (path, _), *x in zip(places, call.specs, call.layouts, strict=True)]
         others = {label: state for state in states if (label := state.changed(call.values)) is not None}
-        inputs += [f"{label} as {state.describe(label)[1]}" for label, state in others.items()]
+        inputs += [
+            f"{label} (other values)" if label.startswith(OF_INPUTS) else f"{label} as {state.describe(label)[1]}"
+            for label, state in others.items()
+        ]
         return f"{', '.join(modes)}, inputs {', '.join(inputs)}; {len(self._kinds)} kinds of calls so far"
 
     # -- which kind -------------------------------------------------------------------------------------------------

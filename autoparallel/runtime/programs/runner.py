@@ -129,10 +129,10 @@ class Runner:
         """A buffer, or an attribute.
 
         Raises:
-            RuntimeError: for one that the loop has set to a tensor which requires a gradient, on several ranks.
+            RuntimeError: for one that the loop has set to a leaf which requires a gradient, on several ranks.
         """
         value = _whole(tensor_at(self.plain, path))
-        if value.requires_grad and torch.is_grad_enabled() and self.store.mesh.size() > 1:
+        if value.requires_grad and value.is_leaf and torch.is_grad_enabled() and self.store.mesh.size() > 1:
             raise RuntimeError(
                 f"{path}, which is no parameter, requires a gradient: each rank's would be of its own rows alone\n"
                 "What to change: register it as an nn.Parameter; or clear its requires_grad, if nobody reads its "
