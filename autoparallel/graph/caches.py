@@ -103,6 +103,13 @@ def tensors_in(cache: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(_container_of(cache)) if isinstance(leaf, torch.Tensor)]
 
 
+def is_of_caches(value: Any) -> bool:
+    """Whether a value is a cache of transformers, or a layer of one: also of those that keep numbers of Python."""
+    library = sys.modules.get("transformers.cache_utils")
+    kinds = [getattr(library, name, None) for name in ("Cache", "EncoderDecoderCache", "CacheLayerMixin")]
+    return isinstance(value, tuple(kind for kind in kinds if kind is not None))
+
+
 def grows(value: Any) -> bool:
     """Whether a value is a cache that is carried out."""
     library: Any = sys.modules.get("transformers.cache_utils")

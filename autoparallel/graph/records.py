@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoparallel.graph.caches import is_of_caches
 from autoparallel.graph.python_state import is_plain
 
 _OF_GRAPHS = (type(None), bool, int, float, str)
@@ -128,7 +129,7 @@ def _may_be_given(leaf: Any) -> bool:
 
 def _may_hold(value: Any) -> bool:
     """Whether an object has attributes or entries, and can be made without its ``__init__``."""
-    if is_plain(value):  # a member of an enum is itself alone
+    if is_plain(value) or is_of_caches(value):  # a member of an enum is itself alone
         return False
     if is_slotted(value):
         return True
