@@ -52,6 +52,9 @@ _BASES = (object, dict, OrderedDict, SimpleNamespace)
 _IS_HEAP_TYPE = 1 << 9
 """The flag of classes that Python code has defined (``Py_TPFLAGS_HEAPTYPE``)."""
 
+_OPEN = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""The numbers of a trace."""
+
 _LINK = object()
 """Stands for a weak reference to a record that is still to be made."""
 
@@ -119,8 +122,12 @@ def is_record(value: Any) -> bool:
     """
     if isinstance(value, UserDict):
         return True
-    leaves = list(_leaves_in(value, ())) if _may_hold(value) else []
-    return any(isinstance(x, torch.Tensor) for x in leaves) and all(map(_may_be_given, leaves))
+    holds = False
+    for leaf in _leaves_in(value, ()) if _may_hold(value) else ():
+        holds = holds or isinstance(leaf, torch.Tensor)
+        if not _may_be_given(leaf):
+            return False  # at once: what is behind it may be the whole world
+    return holds
 
 
 def _may_be_given(leaf: Any) -> bool:
@@ -129,7 +136,7 @@ def _may_be_given(leaf: Any) -> bool:
 
 def _may_hold(value: Any) -> bool:
     """Whether an object has attributes or entries, and can be made without its ``__init__``."""
-    if is_plain(value) or is_of_caches(value):  # a member of an enum is itself alone
+    if is_plain(value) or is_of_caches(value) or isinstance(value, _OPEN):  # a member of an enum is itself alone
         return False
     if is_slotted(value):
         return True
