@@ -143,7 +143,7 @@ class Attempt:
         may_read: whether Python may read their values (see ``tracing.inputs_read``), single numbers alone where sizes
             are open.
         reads_flags: whether Python is told what flags hold (see ``tracing.tensor_attributes``).
-        fixes_draws: whether whole numbers that it draws are fixed.
+        fixes_whole: whether whole numbers that it draws are fixed.
 
     Attributes:
         inputs: what stands for those of the call; ``scale`` is how many times its batch is traced.
@@ -151,7 +151,7 @@ class Attempt:
         rehearsals: what was noted of each run without a trace.
         asked_at: the line at which the model asks first whether it is compiled; None for one that does not.
         reads_values: whether Python reads a tensor's value, or a size that values decide.
-        has_open_draws: whether it draws a whole number that is left open.
+        has_open_whole: whether it draws a whole number that is left open.
     """
 
     model: nn.Module
@@ -163,13 +163,13 @@ class Attempt:
     leaves: Sequence[Any] = ()
     may_read: bool = False
     reads_flags: bool = False
-    fixes_draws: bool = False
+    fixes_whole: bool = False
 
     def __post_init__(self) -> None:
         self.mode = make_fake_mode()
         self.rehearsals: list[Trace] = []
         self.asked_at: str | None = None
-        self.reads_values = self.has_open_draws = False
+        self.reads_values = self.has_open_whole = False
         self._of_next: PythonState | None = None
         settings = self.settings
         self.scale = scale_of(settings.least_batch, settings.batch)
@@ -217,7 +217,7 @@ class Attempt:
         findings = wrapper.findings
         return Trace(
             findings.originals, paths, findings.existing, findings.left_out, questions, inputs=inputs,
-            attributes=self._attributes, fixes_draws=self.fixes_draws, **options,
+            attributes=self._attributes, fixes_whole=self.fixes_whole, **options,
         )  # fmt: skip
 
     def trace(self, stacks: list[Stack], as_compiled: bool = False) -> Captured:
@@ -323,7 +323,7 @@ class Attempt:
         finally:
             self.asked_at = self.asked_at or trace.asked_at
             self.reads_values |= trace.reads_values
-            self.has_open_draws |= trace.has_open_draws
+            self.has_open_whole |= trace.has_open_whole
             self.fixed.update(dict.fromkeys(trace.fixed.values()))
         require_dropped(trace)
         return way

@@ -70,7 +70,7 @@ def _capture(
         attempts += [(fully_closed, True)]
     failed: CaptureError | None = None
     vain: list[Any] = []  # what a model cannot be called with, traced or not
-    reads_values = reads_flags = fixes_draws = refused = False
+    reads_values = reads_flags = fixes_whole = refused = False
     fixed: dict[str, None] = {}
     while attempts:
         forms, may_read = attempts.pop(0)
@@ -79,7 +79,7 @@ def _capture(
             continue
         attempt = Attempt(
             model, forms, in_spec, settings, fixed=fixed, leaves=leaves, may_read=may_read, reads_flags=reads_flags,
-            fixes_draws=fixes_draws,
+            fixes_whole=fixes_whole,
         )  # fmt: skip
         try:
             with _torch.export.without_reports():
@@ -88,8 +88,8 @@ def _capture(
             raise
         except CaptureError as error:
             failed = error  # the last one speaks of the sizes of the call
-            if attempt.has_open_draws and not fixes_draws:  # where a crop begins, which decides a size to the trace
-                fixes_draws = True
+            if attempt.has_open_whole and not fixes_whole:  # where a crop begins, which decides a size to the trace
+                fixes_whole = True
                 attempts.insert(0, (forms, may_read))
                 continue
             if attempt.asks_flags and not reads_flags:

@@ -106,15 +106,17 @@ def tensors_in(cache: Any) -> list[torch.Tensor]:
 def is_of_caches(value: Any) -> bool:
     """Whether a value is a cache of transformers, or a layer of one: also of those that keep numbers of Python."""
     library = sys.modules.get("transformers.cache_utils")
+    if library is None:
+        return False
     kinds = [getattr(library, name, None) for name in ("Cache", "EncoderDecoderCache", "CacheLayerMixin")]
     return isinstance(value, tuple(kind for kind in kinds if kind is not None))
 
 
 def grows(value: Any) -> bool:
     """Whether a value is a cache that is carried out."""
-    library: Any = sys.modules.get("transformers.cache_utils")
-    if library is None or not isinstance(value, library.Cache | library.EncoderDecoderCache):
+    if not is_of_caches(value):
         return False
+    library: Any = sys.modules["transformers.cache_utils"]
     if type(value) is library.EncoderDecoderCache:
         return grows(value.self_attention_cache) and grows(value.cross_attention_cache)
     layers = getattr(value, "layers", None)  # of transformers from 4.54 on

@@ -7,9 +7,11 @@ call a record is another object of the same class, which is made without its ``_
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict, UserDict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from types import FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -66,25 +68,22 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     return getattr(value, "__dict__", None)
 
 
-def is_slotted(value: Any) -> bool:
+def _is_slotted(value: Any) -> bool:
     """Whether a value is an object of a class of Python's that has ``__slots__`` in the place of ``__dict__``."""
     return not isinstance(value, type) and attributes_of(value) is None and bool(_slots_of(type(value)))
 
 
 def fields_of(value: Any) -> dict[str, Any]:
     """What is in the slots of an object."""
-    return {name: slot.__get__(value) for name, slot in _slots_of(type(value)).items() if _is_filled(slot, value)}
+    fields: dict[str, Any] = {}
+    for name, slot in _slots_of(type(value)).items():
+        with suppress(AttributeError):  # it is empty
+            fields[name] = slot.__get__(value)
+    return fields
 
 
-def _is_filled(slot: Any, value: Any) -> bool:
-    try:
-        slot.__get__(value)
-    except AttributeError:
-        return False
-    return True
-
-
-def _slots_of(kind: type) -> dict[str, Any]:
+@functools.cache  # asked at every call, for each object that it is given
+def _slots_of(kind: Any) -> dict[str, Any]:
     """The slots of a class, by the names that Python gives them."""
     if _base_of(kind) not in _BASES:
         return {}
@@ -107,7 +106,8 @@ def _set(value: Any, name: str, attribute: Any) -> None:
 
 def register_records(leaves: Iterable[Any]) -> bool:
     """Makes the classes of the records among leaves known to torch; whether there are some."""
-    unknown = dict.fromkeys(type(x) for leaf in leaves if is_record(leaf) for x in _records_in(leaf))
+    objects = [leaf for leaf in leaves if not _may_be_given(leaf)]
+    unknown = dict.fromkeys(type(x) for leaf in objects if is_record(leaf) for x in _records_in(leaf))
     for kind in unknown:
         make = partial(_record_of, kind)
         pytree.register_pytree_node(kind, _take_apart, make, flatten_with_keys_fn=_take_apart_with_keys)
@@ -138,7 +138,7 @@ def _may_hold(value: Any) -> bool:
     """Whether an object has attributes or entries, and can be made without its ``__init__``."""
     if is_plain(value) or is_of_caches(value) or isinstance(value, _OPEN):  # a member of an enum is itself alone
         return False
-    if is_slotted(value):
+    if _is_slotted(value):
         return True
     attributes = attributes_of(value)
     has_parts = bool(attributes) or attributes is not None and isinstance(value, dict)

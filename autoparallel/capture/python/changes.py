@@ -10,6 +10,7 @@ import torch
 
 from autoparallel._torch.tensors import storage_mark
 from autoparallel.capture.python.containers import leaves_of
+from autoparallel.capture.python.kinds_of_numbers import KINDS
 from autoparallel.capture.python.watched import may_leave
 from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.carried_attributes import may_be_carried
@@ -53,8 +54,7 @@ class Written:
 
 def _kind_of(value: Any) -> type:
     """The type of a value, but one for all tensors, and that of Python's for open numbers."""
-    opened = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-    return torch.Tensor if isinstance(value, torch.Tensor) else opened.get(type(value), type(value))
+    return torch.Tensor if isinstance(value, torch.Tensor) else KINDS.get(type(value), type(value))
 
 
 class StateChangedError(CaptureError):

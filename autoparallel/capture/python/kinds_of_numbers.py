@@ -16,19 +16,20 @@ import torch
 
 from autoparallel.graph.python_state import OURS, is_installed, is_library
 
-_KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+"""The types of open numbers, with those of Python's that they stand for."""
 
 
 def _is_instance(value: Any, kinds: Any, /) -> bool:
     """As ``isinstance``."""
-    kind = _KINDS.get(type(value))
+    kind = KINDS.get(type(value))
     return isinstance(value, kinds) or kind is not None and issubclass(kind, kinds)
 
 
 class _Asking(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         value = type(*args, **kwargs)
-        return cls if value is type else _KINDS.get(value, value)  # type(nn.Module) is type
+        return cls if value is type else KINDS.get(value, value)  # type(nn.Module) is type
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, type)
@@ -92,7 +93,7 @@ def _value_of(tensor: torch.Tensor, kind: type) -> Any:
 
 def _divmod(x: Any, y: Any, /) -> Any:
     """As ``divmod``, which torch's types have not."""
-    return (x // y, x % y) if {type(x), type(y)} & _KINDS.keys() else divmod(x, y)
+    return (x // y, x % y) if {type(x), type(y)} & KINDS.keys() else divmod(x, y)
 
 
 def _max(*values: Any, **options: Any) -> Any:

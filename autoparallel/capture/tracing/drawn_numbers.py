@@ -154,8 +154,8 @@ def _draw_below(trace: Trace, source: str, below: int, line: str) -> Any:
     """A whole number below another, which the trace leaves open unless it fixes such numbers."""
     share = trace.draw(source, below, line)
     if share is not None:
-        trace.has_open_draws = not trace.fixes_draws
-        return int(share * below) if trace.fixes_draws else math.floor(share * below)
+        trace.has_open_whole = not trace.fixes_whole
+        return int(share * below) if trace.fixes_whole else math.floor(share * below)
     if below > 1:
         if _torch.export.place_in_trace()[0] is not None:
             raise depends_on_draws(trace, source)

@@ -81,8 +81,8 @@ def _convert(value: Any, kind: type) -> Any:
         return _CONVERT(value, kind)
     if _torch.export.is_read(value, trace.numbers):
         return int(value)
-    trace.has_open_draws = not trace.fixes_draws
-    return int(value) if trace.fixes_draws else _CONVERT(value, kind)
+    trace.has_open_whole = not trace.fixes_whole
+    return int(value) if trace.fixes_whole else _CONVERT(value, kind)
 
 
 def _choose(of_two: Callable[..., Any], x: Any, y: Any) -> Any:

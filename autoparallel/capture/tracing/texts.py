@@ -12,10 +12,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from autoparallel import _torch
+from autoparallel.capture.python.kinds_of_numbers import KINDS
 from autoparallel.capture.tracing.messages import OF_OBJECTS, is_message
 from autoparallel.capture.tracing.trace import listening
 from autoparallel.graph.captured import refusal
@@ -87,13 +87,12 @@ INSTEAD_OF_TEXT = (
 """What to do instead of reading the text of a value."""
 
 _REPR, _FORMAT = Tensor.__repr__, Tensor.__format__
-_NUMBERS = ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool))
 NAMES: tuple[tuple[Any, str, Any], ...] = (
     (Tensor, "__repr__", _text_of_tensor(_REPR)),
     (Tensor, "__format__", _text_of_tensor(_FORMAT)),
     *[
         (cls, name, _text_of_number(getattr(cls, name), number))
-        for cls, number in _NUMBERS
+        for cls, number in KINDS.items()
         for name in ("__repr__", "__format__")
     ],
 )

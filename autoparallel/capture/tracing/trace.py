@@ -70,7 +70,7 @@ class Trace:
         hooks: the tensor hooks behind the names in ``autoparallel::hook``; shared, too.
         inputs: where Python may read values that follow from inputs.
         attributes: those that the user has set on tensors.
-        fixes_draws: whether whole numbers that it draws, or makes of floats, are fixed.
+        fixes_whole: whether whole numbers that it draws, or makes of floats, are fixed.
 
     Attributes:
         reads_values: whether Python reads a tensor's value.
@@ -78,7 +78,7 @@ class Trace:
         fixed: the lines at which the model fixed a size that was open, by the size.
         ahead: the numbers that the call is given to draw, by what they are drawn from (see ``graph.drawn_numbers``).
         drawn: the lines at which it has drawn them; ``draws`` says what.
-        has_open_draws: whether a whole number of these is left open.
+        has_open_whole: whether a whole number of these is left open.
         ranges: what the numbers are drawn from that it was not given, with these, as long as they live.
         scalars: the tensors of one number that it has drawn, and comparisons of them, by id, with their versions and
             what is known of them.
@@ -106,7 +106,7 @@ class Trace:
         hooks: dict[str, HookTemplate] | None = None,
         inputs: InputsRead | None = None,
         attributes: TensorAttributes,
-        fixes_draws: bool = False,
+        fixes_whole: bool = False,
     ) -> None:
         self.originals, self.paths, self.existing, self.as_compiled = originals, paths, existing, as_compiled
         self.answers, self.questions = answers, questions
@@ -125,7 +125,7 @@ class Trace:
         self.ahead: Mapping[str, tuple[Any, ...]] = {}
         self.drawn: dict[str, list[str]] = {}
         self.draws: dict[str, list[int]] = {}
-        self.fixes_draws, self.has_open_draws = fixes_draws, False
+        self.fixes_whole, self.has_open_whole = fixes_whole, False
         self.ranges: list[tuple[str, Callable[[], Any]]] = []
         self.scalars: dict[int, tuple[Tensor, int, Any]] = {}
         self.left_out = left_out

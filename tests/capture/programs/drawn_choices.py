@@ -7,12 +7,10 @@ import random
 from random import choice, randint
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from tests.capture.programs.drawn_numbers import Deep, seven_steps, upcoming
+from tests.capture.programs.drawn_numbers import Deep, seven_steps, train_and_evaluate, upcoming
 from tests.capture.programs.inplace import Two
-from tests.capture.programs.loops import finish
 from tests.capture.registry import loop, program
 from tests.capture.runner import Run, rows, sgd
 
@@ -164,14 +162,7 @@ def choices_beside_evaluation(run: Run) -> None:
     optimizer = sgd(model)
     for step in range(5):
         x = rows(step)[0] * random.choice([1, 2, 3])
-        out = model(x)
-        run.note("output", out)
-        out.square().mean().backward()
-        finish(run, model, optimizer)
-        with torch.no_grad():
-            run.note("evaluated", model.eval()(x))
-        model.train()
-        run.note("next", upcoming(model))
+        train_and_evaluate(run, model, optimizer, x)
 
 
 @program(ranks=True, loop=seven_steps, observe=upcoming)

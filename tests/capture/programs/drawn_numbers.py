@@ -201,6 +201,18 @@ class AnnealsWhatItComparesWith(Two):
         return self.b(self.a(x)) if random.random() < self.rate else self.a(x)
 
 
+def train_and_evaluate(run: Run, model: Any, optimizer: Any, x: Tensor) -> None:
+    """One step, an evaluation, and what the generators draw next."""
+    out = model(x)
+    run.note("output", out)
+    out.square().mean().backward()
+    finish(run, model, optimizer)
+    with torch.no_grad():
+        run.note("evaluated", model.eval()(x))
+    model.train()
+    run.note("next", upcoming(model))
+
+
 @loop(ranks=True)
 def draws_at_many_lengths(run: Run) -> None:
     """Lengths and batches that change, evaluation, and draws of the loop's own in between."""
@@ -208,14 +220,7 @@ def draws_at_many_lengths(run: Run) -> None:
     optimizer = sgd(model)
     for step, (count, length) in enumerate(((4, 6), (4, 10), (2, 8), (4, 12), (6, 6), (4, 7))):
         x = torch.cat([*rows(step)] * 3)[:count, None].expand(-1, length, -1) * random.uniform(1, 2)
-        out = model(x)
-        run.note("output", out)
-        out.square().mean().backward()
-        finish(run, model, optimizer)
-        with torch.no_grad():
-            run.note("evaluated", model.eval()(x))
-        model.train()
-        run.note("next", upcoming(model))
+        train_and_evaluate(run, model, optimizer, x)
 
 
 @program(ranks=True, loop=seven_steps, observe=upcoming)
