@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict, UserDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
@@ -82,13 +82,15 @@ def fields_of(value: Any) -> dict[str, Any]:
     return fields
 
 
-@functools.cache  # asked at every call, for each object that it is given
-def _slots_of(kind: Any) -> dict[str, Any]:
+def _find_slots(kind: type) -> dict[str, Any]:
     """The slots of a class, by the names that Python gives them."""
     if _base_of(kind) not in _BASES:
         return {}
     classes = [x for x in reversed(kind.__mro__) if x.__flags__ & _IS_HEAP_TYPE]
     return {name: x for c in classes for name, x in vars(c).items() if isinstance(x, MemberDescriptorType)}
+
+
+_slots_of: Callable[[type], dict[str, Any]] = functools.cache(_find_slots)  # asked for each object at every call
 
 
 def _held_in(value: Any) -> dict[str, Any]:
