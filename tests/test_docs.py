@@ -100,6 +100,18 @@ optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "max_norm": 
 scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
 model(x, y).backward()
 """
+AGENT = """
+class Agent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = nn.Linear(16, 4), nn.Linear(16, 1)
+    def get_value(self, x):
+        return self.critic(x)
+    def get_action_and_value(self, x, action):
+        chosen = torch.distributions.Categorical(logits=self.actor(x))
+        return action, chosen.log_prob(action), chosen.entropy(), self.critic(x)
+observations, actions = x, y
+"""
 RUN = {
     "README.md": (GIVEN, "assert norm > 0 and 'chosen by the search' in model.plan.explain()"),
     "docs/start.md": ("", "assert len(train()) == 20"),
@@ -110,7 +122,10 @@ RUN = {
         GIVEN + COMPILED + "optimizer.zero_grad()",
         "assert not rerun.findings and os.path.exists('runs/steps.jsonl')",
     ),
-    "docs/loops.md": (GIVEN + COMPILED, "assert model.encoder.level > 0"),
+    "docs/loops.md": (
+        GIVEN + AGENT + COMPILED,
+        "assert model.encoder.level > 0 and value.shape == (16, 1) and logprob.shape == entropy.shape == (16,)",
+    ),
     "docs/accumulation.md": (GIVEN + COMPILED + "model = MyModel()", "model(x, y).backward()"),
 }
 """Pages, what their readers have already, and what holds in the end."""

@@ -63,7 +63,11 @@ DIFFERENT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "other rows, by number": (lambda h, y: h[torch.arange(h.shape[0])[:, None], y[None]].sum(1).mean(), "index"),
     "the first half of the rows, by number": (lambda h, y: h[torch.arange(h.shape[0] // 2)].sum(), "index"),
     "over whether there is one": (lambda h, y: h.sum() / (y > 0).sum().bool(), "to_copy"),
-    "rows by a number that the batch fixes": (lambda h, y: (h.sum(1) / int(h.shape[0])).sum(), "a number scales it"),
+    "rows by a number that is fixed": (
+        lambda h, y: (h.sum(1) / len("x" * h.shape[0])).sum(),
+        "a number scales it",
+    ),
+    "rows by a number of the batch": (lambda h, y: (h.sum(1) / int(h.shape[0])).sum(), "div"),
     "a mean over the rows' number": (lambda h, y: h.mean() / h.shape[0], "div"),
     "a mean over rows, added up": (lambda h, y: h.mean(0).sum(), "sum"),
     "a mean of two sums": (lambda h, y: torch.stack([h.sum(), h.exp().sum()]).mean(), "mean"),

@@ -52,8 +52,12 @@ def catching(path: Sequence[ast.AST]) -> Iterator[ast.With | ast.AsyncWith | ast
 def is_caught(frame: FrameType) -> bool:
     """Whether somebody between a check and the call of the model may catch what it raises."""
     for outer in frames_of_model(frame):
+        if outer.f_code.co_name in _ASKED_BY_PYTHON:
+            return True
+        if not outer.f_code.co_exceptiontable:  # it handles nothing, also where there is no source (typed in a prompt)
+            continue
         path = path_of(outer)
-        if path is None or outer.f_code.co_name in _ASKED_BY_PYTHON:
+        if path is None:
             return True
         names = {**outer.f_globals, **outer.f_locals}
         if is_taken(path, names):
