@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from types import GeneratorType
 from typing import Any, NoReturn, Self
 
 import torch
@@ -33,6 +34,34 @@ _OF_METHOD = (
     "and not trained\nWhat to change: name it in compile(forward_methods=({name!r},)), which trains it, instead of in "
     "methods=; or detach() it."
 )
+
+
+class _ResumedBy(Generator[Any, Any, Any]):
+    """A generator that is resumed by a function, such as one that gathers for a while what it needs."""
+
+    def __init__(self, run: Callable[..., Any], generator: GeneratorType[Any, Any, Any]) -> None:
+        self._run, self._generator = run, generator
+
+    def send(self, value: Any) -> Any:
+        return self._resume(self._generator.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._resume(self._generator.throw, *error)
+
+    def close(self) -> None:
+        self._generator.close()  # without gathering: a garbage collection may call it, on one rank alone
+
+    def _resume(self, resume: Callable[..., Any], *args: Any) -> Any:
+        def step() -> tuple[Any, bool]:
+            try:
+                return resume(*args), False
+            except StopIteration as end:
+                return end.value, True
+
+        value, is_over = self._run(step)
+        if is_over:
+            raise StopIteration(value)
+        return value
 
 
 def _of_plain(name: str) -> Callable[..., Any]:
@@ -89,16 +118,17 @@ class Face(nn.Module):
         return self._under_whole(name) if name in self.__dict__["_methods"] else value
 
     def _under_whole(self, name: str) -> Callable[..., Any]:
-        """A method of the plain model that gathers the parameters while it runs."""
+        """A method of the plain model that gathers the parameters while it runs: a generator's, for each of its
+        values, so that the loop it is in may train the model in between."""
 
-        def method(*args: Any, **kwargs: Any) -> Any:
+        def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             trained = [torch.is_grad_enabled() and p.requires_grad for p in self._plain.parameters()]
             with self.whole() as plain:
                 lent = list(itertools.compress(plain.parameters(), trained))
                 for parameter in lent:
                     parameter.requires_grad_(True)  # so that results tell whether they are made of them
                 try:
-                    results = getattr(plain, name)(*args, **kwargs)
+                    results = call(*args, **kwargs)
                 finally:
                     for parameter in lent:
                         parameter.requires_grad_(False)
@@ -106,6 +136,10 @@ class Face(nn.Module):
 
         def refused(result: torch.Tensor) -> Any:
             return refuse_gradient(result.detach(), _OF_METHOD.format(name=name)) if result.requires_grad else result
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            results = run(getattr(self._plain, name), *args, **kwargs)
+            return _ResumedBy(run, results) if isinstance(results, GeneratorType) else results
 
         return method
 

@@ -8,6 +8,7 @@ import gc
 import io
 import pickle
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -46,6 +47,14 @@ class Generator(nn.Module):
 
     def score(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)
+
+    def stream(self, hidden: Tensor) -> Iterator[Tensor]:
+        try:
+            for _ in range(3):
+                hidden = hidden + (yield self.down(self.up(hidden)))
+            return self.head(hidden)
+        finally:
+            self.closed = True
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -172,10 +181,33 @@ def test_full_parameters_for_a_while(mesh: str) -> None:
         assert "an optimizer has made a step" in results["stepped"]
 
 
+def raised_end(stream: Any, value: Tensor) -> Any:
+    """What a generator returns that is over when it is sent a value."""
+    try:
+        stream.send(value)
+    except StopIteration as end:
+        return end.value
+
+
 def _methods_results() -> dict[str, Any]:
-    model, plain = pair("two ranks", methods=("generate", "score"))
+    model, plain = pair("two ranks", methods=("generate", "score", "stream"))
     tokens, hidden = tokens_of(), torch.ones(2, 8, dtype=torch.float64)
-    results: dict[str, Any] = {"a step": step(model, plain, adam(model, plain), 0)}
+    optimizers = adam(model, plain)
+    results: dict[str, Any] = {"a step": step(model, plain, optimizers, 0)}
+    streams = model.stream(hidden), plain.stream(hidden)
+    results["streamed"] = [off(*map(next, streams))]  # type: ignore[arg-type]
+    step(model, plain, optimizers, 1)  # the next values are those of trained parameters
+    for _ in range(2):
+        results["streamed"].append(off(*(stream.send(hidden) for stream in streams)))  # type: ignore[attr-defined]
+    results["lies between"] = placements(model)
+    ends = [raised_end(stream, hidden) for stream in streams]
+    results["streamed"].append(off(*ends))
+    unfinished = model.stream(hidden)
+    next(unfinished)
+    del model.closed
+    if torch.distributed.get_rank() == 0:  # as a garbage collection may, on one rank
+        unfinished.close()
+        results["closed"] = model.closed
     scores = model.score(hidden)
     results["scores"] = off(scores, plain.score(hidden))
     results["requires grad"] = scores.requires_grad, model.generate(tokens).requires_grad
@@ -190,6 +222,8 @@ def _methods_results() -> dict[str, Any]:
 def test_what_a_method_returns_is_not_differentiated_in_silence() -> None:
     for results in run_on_ranks(_methods_results, world_size=2):
         assert results["a step"] < 1e-9 and results["scores"] < 1e-9
+        assert len(results["streamed"]) == 4 and max(results["streamed"]) < 1e-9, results["streamed"]
+        assert "S0" in str(results["lies between"]) and results.get("closed", True)
         assert results["requires grad"] == (True, False)
         assert "the method score returns is differentiated" in results["with the loss"]
         assert not results["requires grad then"] and not results["requires grad frozen"]
