@@ -104,7 +104,8 @@ def follow_results(captured: Captured, specs: Sequence[Any], statistics: Collect
     names = zip(captured.inputs, specs, strict=True)
     batched = [name for name, spec in names if name is not None and isinstance(spec, InputSpec) and spec.batch]
     walk = _Walk(captured.batches, batched, None, (set(), []), None)
-    placeholders = {captured.buffers.get(node.name, ""): node for node in captured.placeholders.values()}
+    names_of = captured.parameters | captured.buffers
+    placeholders = {names_of.get(node.name, ""): node for node in captured.placeholders.values()}
     sums = [i for i in results if i < len(changed) and _adds_up_alone(results[i], placeholders[changed[i]])]
     for path in (changed[i] for i in range(len(changed)) if i in left or i in sums):
         walk.problems[placeholders[path]] = f"it reads the buffer {path}, which each microbatch changes"

@@ -5,6 +5,12 @@ regions are inlined here, before: an operator under ``no_grad`` reads each tenso
 ``detach``, shared by the region, unless it returns the tensor itself; one in an ``enable_grad`` inside of it reads the
 tensors themselves.
 
+A parameter that is changed under ``no_grad``, or through its ``data``, has another value from there on and the same
+gradient; where its value was read before, with a gradient, it is refused:
+    detach = aten.detach(w);  copy_ = aten.copy_(detach, v);  linear = aten.linear(x, w)
+    clone = aten.clone(w);  detach = aten.detach(w);  copy_ = aten.copy_(detach, v);  detach_1 = aten.detach(w)
+    with_value = autoparallel.with_value(clone, detach_1);  linear = aten.linear(x, with_value)
+
 Before (x carries a gradient, ema is a buffer):
     linear = aten.linear(x, w)
     wrap = wrap_with_set_grad_enabled(False, submod_1, ema, linear);  getitem = wrap[0]
@@ -35,6 +41,7 @@ from torch.utils import _pytree as pytree
 from autoparallel._torch.export import has_composition, make_fake_mode, wrap_with_set_grad_enabled
 from autoparallel.graph.captured import refusal
 from autoparallel.graph.lines import line_of, marks_of
+from autoparallel.operators.changed_parameters import with_value
 from autoparallel.passes.mark_gradients import is_continuous, stops_gradient
 from autoparallel.rules.shapes import hint
 
@@ -43,6 +50,7 @@ def inline_gradient_modes(
     module: fx.GraphModule,
     differentiable: Collection[str],
     *,
+    parameters: Collection[str] = (),
     enabled: bool = True,
     transparent: Callable[[fx.Node], bool] = lambda node: False,
     aliases: Callable[[fx.Node], bool] = lambda node: False,
@@ -51,6 +59,7 @@ def inline_gradient_modes(
 
     Args:
         differentiable: the placeholders that carry a gradient.
+        parameters: those that are parameters.
         enabled: the gradient mode in which the model is called.
         transparent: whether a call reads its operands as they are, whatever the mode.
         aliases: whether a call that is no operator of torch returns what shares memory with its operands.
@@ -73,7 +82,7 @@ def inline_gradient_modes(
             if not carrying.isdisjoint(_aliases(node)[0]):
                 carrying.add(node)
     elif modes:
-        _Walk(module.graph, modes, differentiable, transparent, aliases).run()
+        _Walk(module.graph, modes, differentiable, parameters, transparent, aliases).run()
 
 
 def _flatten(module: fx.GraphModule, enabled: bool) -> Iterator[tuple[fx.Node, tuple[bool, int]]]:
@@ -130,6 +139,7 @@ class _Walk:
         graph: fx.Graph,
         modes: dict[fx.Node, tuple[bool, int]],
         differentiable: Collection[str],
+        parameters: Collection[str],
         transparent: Callable[[fx.Node], bool],
         aliases: Callable[[fx.Node], bool],
     ) -> None:
@@ -140,11 +150,15 @@ class _Walk:
         self.stops: dict[fx.Node, frozenset[fx.Node]] = {}  # through which detach() it shares the memory of its roots
         self.tied: set[fx.Node] = set()  # memory that the results of an opaque call may share
         self.detached: dict[tuple[fx.Node, int], fx.Node] = {}
+        self.parameters: dict[fx.Node, list[fx.Node]] = {}  # by what names each is read
+        self.last_placeholder = next(reversed(graph.find_nodes(op="placeholder")), None)
         for node in graph.nodes:
             if node.op == "placeholder":
                 self.roots[node] = frozenset([node])
                 self.stops[node] = frozenset()
                 self.carries[node] = node.name in differentiable
+                if node.name in parameters:
+                    self.parameters[node] = [node]
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -158,6 +172,7 @@ class _Walk:
             self.tied.update(root for x in shared for root in self.roots.get(x, ()))
         for x in written:
             self._change(node, x, enabled)
+        changed = [(x, root) for x in written for root in self.roots.get(x, ()) if root in self.parameters]
         self.roots[node] = frozenset(root for x in shared for root in self.roots.get(x, ())) or frozenset([node])
         stops = [stop for x in shared for stop in self.stops.get(x, ())]
         self.stops[node] = frozenset([*stops, node] if shared and stops_gradient(node) else stops)
@@ -169,6 +184,8 @@ class _Walk:
         self.carries[node] = carried and flows and is_continuous(node)
         if carried and not (unstopped or self.transparent(node)):
             self._detach(node, region)
+        for target, parameter in changed:
+            self._give_value(node, target, parameter)
 
     def _detach(self, node: fx.Node, region: int) -> None:
         for x in node.all_input_nodes:
@@ -192,6 +209,9 @@ class _Walk:
         alike = [x for x, owners in self.roots.items() if owners & roots]
         parameter = any(root.op == "placeholder" for root in roots)  # refused where the graph is described
         flows = any(self.carries[x] for x in alike)
+        if not roots.isdisjoint(self.parameters):
+            self._require_unread(node, target, alike, enabled)
+            return
         if self.tied & roots:
             raise refusal(
                 "a tensor is changed in place that shares its memory with a result of an autograd.Function",
@@ -214,6 +234,50 @@ class _Walk:
                 self._connect(node, target, alike)
             for x in alike:
                 self.carries[x] = x not in self.severed and self.stops[x] == self.stops[target]
+
+    def _require_unread(self, node: fx.Node, target: fx.Node, alike: Sequence[fx.Node], enabled: bool) -> None:
+        """Refuses a change of a parameter whose value the backward may need as it was before, or that brings in a
+        gradient."""
+        if enabled and any(self.carries.get(x) for x in node.all_input_nodes if x is not target):
+            raise refusal(
+                "a parameter is changed in place by what carries a gradient", line_of(node), "use torch.no_grad()"
+            )
+        names = {x for root in self.roots[target] for x in self.parameters.get(root, ())}
+        readers = [user for x in {*alike, *names} for user in x.users if self.carries.get(user) and user not in names]
+        if readers:
+            raise refusal(
+                f"a parameter is changed in place behind what is differentiated of it ({line_of(readers[0])}), and the "
+                "backward would read what it is then,",
+                line_of(node),
+                "change it before it is read, or in the loop, under torch.no_grad() behind optimizer.step()",
+            )
+
+    def _give_value(self, node: fx.Node, target: fx.Node, parameter: fx.Node) -> None:
+        """Has those that read a parameter behind a change of it read the value that it has then."""
+        names = self.parameters[parameter]
+        if target in names:
+            names.append(node)
+        if not self.carries[parameter]:
+            return
+        later = [user for x in names for user in x.users if user not in self.carries and self._reads_gradient(user)]
+        assert self.last_placeholder is not None
+        with self.graph.inserting_after(self.last_placeholder):
+            before = self.graph.call_function(torch.ops.aten.clone.default, (parameter,))
+        with self.graph.inserting_after(node):
+            now = self._insert_detach(parameter, node)
+        with self.graph.inserting_after(now):
+            value = self.graph.call_function(with_value, (before, now))
+        for new in (before, value):
+            new.meta = {"val": parameter.meta["val"], **marks_of(node)}
+            self.roots[new], self.stops[new], self.carries[new] = frozenset([new]), frozenset(), new is value
+        for user in later:
+            for x in names:
+                user.replace_input_with(x, value)
+        names.append(value)
+
+    def _reads_gradient(self, user: fx.Node) -> bool:
+        """Whether what reads a tensor may carry its gradient; all else goes on to read, or to write to, its memory."""
+        return self.modes.get(user, (True, 0))[0] and not stops_gradient(user) and not _aliases(user)[1]
 
     def _connect(self, node: fx.Node, target: fx.Node, alike: Sequence[fx.Node]) -> None:
         """A change through ``detach()`` of what carries no gradient, which brings in one: what is detached carries it

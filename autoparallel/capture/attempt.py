@@ -46,6 +46,7 @@ from autoparallel.capture.refusals.failures import explain_failure, is_raised_by
 from autoparallel.capture.refusals.refusals import (
     INSTEAD_OF_WAYS,
     require_gradients_of_parameters,
+    require_own_dtype,
     require_own_memory,
 )
 from autoparallel.capture.tracing.drawn_numbers import depends_on_draws, require_dropped
@@ -254,6 +255,7 @@ class Attempt:
         }
         fakes, parameters = self.copies.fakes, self.model.named_parameters()
         captured.rest_dtypes = {name: p.dtype for name, p in parameters if fakes[id(p)].dtype != p.dtype}
+        require_own_dtype(captured)
         require_own_memory(captured, self.model)
         if settings.ranks > 1 and settings.gradients:
             require_gradients_of_parameters(captured, self.model)

@@ -46,6 +46,7 @@ from autoparallel.graph.captured import (
     refusal,
 )
 from autoparallel.graph.lines import line_of
+from autoparallel.operators.changed_parameters import with_value
 from autoparallel.passes.mark_gradients import Detached
 from autoparallel.passes.resolve_control_flow import price_masks
 from autoparallel.passes.runner import run_passes
@@ -138,6 +139,7 @@ def _read_inputs(
     buffers: dict[str, str] = {}
     constants: dict[str, torch.Tensor] = {}
     inputs: list[str | None] = []
+    _read_parameters_before(graph)
     first_of: dict[str, fx.Node] = {}
     for spec in program.graph_signature.input_specs:
         node = placeholders.get(spec.arg.name)
@@ -170,6 +172,16 @@ def _read_inputs(
     return parameters, buffers, constants, inputs
 
 
+def _read_parameters_before(graph: fx.Graph) -> None:
+    """Has those that read what a parameter was before the call has changed it read the parameter, which nothing of a
+    functional graph changes."""
+    for node in graph.find_nodes(op="call_function", target=with_value):
+        before = node.args[0]
+        if isinstance(before, fx.Node) and before.target is torch.ops.aten.clone.default:
+            before.replace_all_uses_with(before.args[0])  # type: ignore[arg-type]
+            graph.erase_node(before)
+
+
 def _require_sizes(outputs: Sequence[Leaf], symbols: Mapping[sympy.Symbol, str]) -> None:
     """Refuses an output that is a number of the call's as a float or a bool, which no program computes; the number is
     then fixed."""
@@ -197,14 +209,14 @@ _KINDS: dict[type, type] = {SymIntArgument: int, SymFloatArgument: float, SymBoo
 def _read_outputs(
     program: ExportedProgram, graph: fx.Graph, owners: Mapping[str, str], model: nn.Module
 ) -> tuple[list[str], list[fx.Node], list[Leaf]]:
-    """The mutated buffers of a trace, the nodes of their new values and of the outputs that are tensors, and the leaves
-    of its outputs."""
+    """The mutated buffers and parameters of a trace, the nodes of their new values and of the outputs that are tensors,
+    and the leaves of its outputs."""
     mutated: list[str] = []
     results: list[fx.Node] = []
     outputs: list[Leaf] = []
     nodes: Any = graph.output_node().args[0]
     for out, node in zip(program.graph_signature.output_specs, nodes, strict=True):
-        if out.kind == OutputKind.BUFFER_MUTATION:
+        if out.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
             if not str(out.target).startswith("model."):
                 raise CaptureError(
                     f"the loss function changes its buffer {out.target} in place\nWhat to change: {IN_THE_MODEL}."

@@ -34,7 +34,8 @@ def export_way(wrapper: Training, inputs: FakeInputs, trace: Trace) -> Way:
             complete_users(program.graph_module)
             require_same_memory(program.graph)
             with trace.silent(), without_model():
-                findings = run_passes(tracing_passes(program.graph, trace.calls), program.graph_module)
+                parameters = program.graph_signature.inputs_to_parameters
+                findings = run_passes(tracing_passes(program.graph, trace.calls, parameters), program.graph_module)
                 require_unread(program.graph, trace.calls)
                 name_outputs(program)
                 literals = literals_of(program)

@@ -152,7 +152,7 @@ class Training(nn.Module):
                 attributes |= {label: int(attributes[label]) for label in self.fixed_numbers}
         exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
         with entries_exchanged(self.recorder.containers.held, exchange.exchanged), self.recorder.carrying(attributes):
-            with self.recorder, DataAccess(), exchange:
+            with self.recorder, DataAccess([*now.values(), *inputs]), exchange:
                 outputs = self._outputs(args, kwargs, beside.method)
                 outputs = without_journals(outputs) if self.recorder.containers.has_journals else outputs
                 leaves, self.findings.spec = flatten_results(outputs)

@@ -350,6 +350,11 @@ class Captured:
         return bool(self.batches) and all(map(self.is_batch, rows))
 
     @property
+    def changed_parameters(self) -> frozenset[str]:
+        """The parameters that a call changes in place."""
+        return frozenset(self.mutated_buffers) & frozenset(self.parameters.values())
+
+    @property
     def saved_buffers(self) -> frozenset[str]:
         """The buffers that a call changes although the backward may need what they were."""
         changed = set(self.mutated_buffers) - self.rebound

@@ -15,6 +15,7 @@ when the operator runs, so that the program is the same text on every rank.  May
 - ``plain_randomness``: the same numbers for a plain model in eager.
 - ``tables``: sharded, padded and interleaved tables, and look-ups in them.
 - ``losses``: cross-entropy as a sum and a weight, also of sharded classes.
+- ``changed_parameters``: parameters that a call changes itself.
 - ``ctc``: losses of sequences whose places in time nobody knows.
 - ``spans``: what speech models mask at random.
 - ``recurrent``: recurrent layers, whose results are one tensor.

@@ -107,6 +107,16 @@ def _require_parameters(plan: Decisions, graph: fx.Graph, parameters: Mapping[st
             _require_layout(plan, name, node, plan.at_rest(name), reaches_all)
 
 
+def require_gathered_once(plan: Decisions, captured: Captured) -> None:
+    """Refuses a plan that gathers what a parameter was before the call has changed it."""
+    for name in sorted(captured.changed_parameters):
+        gather = plan.parameters[name].gather
+        if "S" in plan.parameters[name].at_rest and gather != "per_microbatch":
+            raise PlanError(
+                f"{name}, which a call changes, cannot be gathered {gather!r}, only 'per_microbatch': once a call"
+            )
+
+
 def _require_layout(
     plan: Decisions,
     what: str,

@@ -12,7 +12,7 @@ from autoparallel.graph.captured import Captured
 from autoparallel.passes.adapt_captured import leave_only_loss, leave_out_logits, pad
 from autoparallel.passes.runner import Watch, ignore
 from autoparallel.plan import Plan
-from autoparallel.planner.fits import require_chunkable, require_cuttable, require_fits
+from autoparallel.planner.fits import require_chunkable, require_cuttable, require_fits, require_gathered_once
 from autoparallel.planner.request.request import Request
 from autoparallel.program.build import build_program
 from autoparallel.program.program import LocalProgram
@@ -74,6 +74,7 @@ def prepare(request: Request, captured: Captured, plan: Plan, call: Call) -> Non
     """
     adapt(request, captured, call, plan.padded, plan.microbatches, plan.loss_chunks)
     require_fits(plan, captured.graph, request.axes, captured.parameters)
+    require_gathered_once(plan, captured)
     if call.trains and captured.objective is not None:
         require_chunkable(captured.graph, max(plan.loss_chunks, request.loss_chunks or 1))
     if request.stages and (plan.pipeline is None or plan.pipeline.ranks != request.stages):

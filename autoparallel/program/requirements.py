@@ -77,6 +77,11 @@ def why_whole(captured: Captured, outputs: str) -> str:
                 "what the model returns, or leave it out (outputs='auto' beside a loss)"
             )
     for i, path in enumerate(captured.mutated_buffers):
+        if path in captured.changed_parameters:
+            return (
+                f"microbatches would change the parameter {path} once each, at {line_of(captured.results[i])}. Change "
+                f"it in the loop, under torch.no_grad(); or {_ONE_MICROBATCH}"
+            )
         if i in captured.mixed:
             return (
                 f"microbatches would change the buffer {path} otherwise than the batch does: {captured.mixed[i]}. Let "

@@ -14,6 +14,7 @@ import torch
 
 from autoparallel import operators
 from autoparallel.operators import draws
+from autoparallel.operators.changed_parameters import with_value
 from autoparallel.operators.ctc import ctc_losses
 from autoparallel.operators.experts import grouped_linear
 from autoparallel.operators.flex import flex_operator
@@ -61,7 +62,7 @@ UNTAGGED = [
     aten.full_like.default, aten.ones_like.default, aten.zeros_like.default, aten.fill.Scalar, aten.fill.Tensor,
     aten.hardswish.default, aten.log_sigmoid.default, aten.__and__.Tensor, aten.__or__.Tensor,
     aten.floor_divide.default, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar, aten.polar.default,
-    aten.leaky_relu.default, aten.zero.default,
+    aten.leaky_relu.default, aten.zero.default, with_value,
 ]  # fmt: skip
 """Pointwise operators that lack torch's tag, in one of the releases that are supported."""
 

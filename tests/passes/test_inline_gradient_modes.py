@@ -46,3 +46,27 @@ def test_what_is_detached_carries_the_gradient_that_is_written_to_it() -> None:
         "aten.alias.default", "aten.add_.Tensor", "aten.detach.default", "aten.mul.Tensor"
     ]  # fmt: skip
     assert out.all_input_nodes == [add, seen] and seen.args == between.args
+
+
+class _ChangesItsParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.w.mul_(0.5)
+        return x * self.w
+
+
+def test_a_changed_parameter_has_another_value_and_the_same_gradient() -> None:
+    program = export(_ChangesItsParameter(), (torch.ones(2),), strict=False)
+    (w,) = program.graph_signature.inputs_to_parameters
+    inline_gradient_modes(program.graph_module, {w}, parameters={w})
+    before, detach, write, now, value, out = [n for n in program.graph.nodes if n.op == "call_function"]
+    assert [str(n.target) for n in (before, detach, write, now, value, out)] == [
+        "aten.clone.default", "aten.detach.default", "aten.mul_.Tensor", "aten.detach.default",
+        "autoparallel.with_value.default", "aten.mul.Tensor",
+    ]  # fmt: skip
+    assert {str(n.args[0]) for n in (before, detach, now)} == {w}
+    assert value.args == (before, now) and out.args[1] is value

@@ -34,8 +34,12 @@ from autoparallel.passes.runner import CAPTURED, Fact, Pass, PassList, on_graph
 from autoparallel.passes.unflatten_products import unflatten_products
 
 
-def tracing_passes(graph: fx.Graph, calls: Mapping[str, OpaqueCall]) -> PassList:
-    """What decomposing would lose is written into the trace: where numbers are drawn, and gradient modes."""
+def tracing_passes(graph: fx.Graph, calls: Mapping[str, OpaqueCall], parameters: Collection[str]) -> PassList:
+    """What decomposing would lose is written into the trace: where numbers are drawn, and gradient modes.
+
+    Args:
+        parameters: the placeholders that are parameters.
+    """
     differentiable = {
         n.name for n in graph.nodes if n.op == "placeholder" and getattr(n.meta.get("val"), "requires_grad", False)
     }
@@ -47,6 +51,7 @@ def tracing_passes(graph: fx.Graph, calls: Mapping[str, OpaqueCall]) -> PassList
             partial(
                 inline_gradient_modes,
                 differentiable=differentiable,
+                parameters=parameters,
                 enabled=torch.is_grad_enabled(),
                 transparent=lambda node: node.target is HOOK,
                 aliases=lambda node: node.target is CALL and calls[node.args[2]].aliases,  # type: ignore[index]

@@ -25,6 +25,7 @@ from torch.export.graph_signature import (
     ConstantArgument,
     InputKind,
     InputSpec,
+    OutputKind,
     OutputSpec,
     TensorArgument,
 )
@@ -167,8 +168,16 @@ def _require_same_python(first: Way, second: Way, refused: Callable[[str], Captu
             if f"model.{name}" in in_place:
                 raise refused(f"one binds the buffer {name} anew: write into it, {name}.copy_(...)")
     first.recorder.rebound |= second.recorder.rebound
+    ours, theirs = (_changed_parameters(way.program) for way in (first, second))
+    if alone := ours ^ theirs:  # as the first batch's does, whose flag may be read instead
+        raise refused(f"one changes the parameter {min(alone).removeprefix('model.')}")
     if first.draws != second.draws or first.trace.draw_scripts != second.trace.draw_scripts:
         raise refused(_DRAWS)
+
+
+def _changed_parameters(program: ExportedProgram) -> set[str]:
+    specs = program.graph_signature.output_specs
+    return {str(spec.target) for spec in specs if spec.kind == OutputKind.PARAMETER_MUTATION}
 
 
 def _require_same_attributes(first: Way, second: Way, refused: Callable[[str], CaptureError]) -> None:

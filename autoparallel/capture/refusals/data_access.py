@@ -8,6 +8,7 @@ cannot be in a program.  Where ``x`` is not differentiated, it is a change in pl
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,14 +34,19 @@ _IN_PLACE = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itr
 
 class DataAccess(TorchFunctionMode):
     """Inside, ``x.data`` is ``x.detach()``, which a trace can follow, and so are writes to a diagonal or under a mask.
+    ``x.data = value`` gives a parameter new values in its own memory.
+
+    Args:
+        shared: tensors whose memory no parameter may be given.
 
     Raises:
         CaptureError: where a tensor is given other memory, or memory that it shares with one that is differentiated
             is written to (see [Note: writing through a detached tensor]).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shared: Sequence[Any]) -> None:
         super().__init__()
+        self._shared = {storage_mark(x) for x in shared if isinstance(x, torch.Tensor)}
         self._detached: dict[int, torch.Tensor] = {}  # held, so that no other tensor gets its id
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,7 +55,12 @@ class DataAccess(TorchFunctionMode):
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             if _lies_alike(*args):  # as x.data = x.data.to(device) does, where it lies there
                 return None
-            raise refused_memory("x.data = ...", line_of_frame(sys._getframe(1)))
+            if not self._is_new_value(*args):
+                raise refused_memory("x.data = ...", line_of_frame(sys._getframe(1)))
+            with torch.no_grad():
+                args[0].copy_(args[1])
+            self._detached[id(args[1])] = args[1]  # whoever writes to it would change the parameter
+            return None
         if name in _IN_PLACE or name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
             self._require_own(args[0] if args else None)
         self._require_own(kwargs.get("out"))
@@ -62,7 +73,7 @@ class DataAccess(TorchFunctionMode):
             return None
         if func in _DETACHES:
             result = args[0].detach()
-            if args[0].requires_grad:
+            if args[0].requires_grad and not isinstance(args[0], torch.nn.Parameter):
                 self._detached[id(result)] = result
             return result
         result = func(*args, **kwargs)
@@ -71,14 +82,18 @@ class DataAccess(TorchFunctionMode):
             self._detached |= {id(x): x for x in parts if isinstance(x, torch.Tensor)}
         return result
 
+    def _is_new_value(self, x: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether a parameter is given a tensor like itself, which is nobody else's memory."""
+        alike = (x.shape, x.dtype, x.device) == (value.shape, value.dtype, value.device)
+        return isinstance(x, torch.nn.Parameter) and alike and storage_mark(value) not in self._shared
+
     def _require_own(self, written: Any) -> None:
         if isinstance(written, torch.Tensor) and id(written) in self._detached:
             raise refusal(
                 "the model writes to x.data or x.detach() of a tensor that is differentiated, which changes its values "
                 "behind autograd's back,",
                 line_of_frame(sys._getframe(1)),
-                "compute a new tensor; for another value with the same gradient write x + (value - x).detach(). A "
-                "parameter is changed in the loop, under torch.no_grad() behind optimizer.step(), and not in forward",
+                "compute a new tensor; for another value with the same gradient write x + (value - x).detach()",
             )
 
 

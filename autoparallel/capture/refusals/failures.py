@@ -83,7 +83,7 @@ _SYMPTOMS = (
     _Symptom(
         "expected compiled_fn to be GraphModule",  # of torch.export, for a tensor under two names
         "register it once, and reach it through the module that has it (keep that module, not its buffer)",
-        "a buffer that is registered as {names} is changed in place, which torch cannot trace",
+        "a parameter or buffer that is registered as {names} is changed in place, which torch cannot trace",
     ),
     _Symptom(
         "is mutated in the forward method",

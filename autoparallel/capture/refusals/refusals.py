@@ -133,6 +133,20 @@ def require_gradients_of_parameters(captured: Captured, model: nn.Module) -> Non
             )
 
 
+def require_own_dtype(captured: Captured) -> None:
+    """Refuses a parameter that a call changes and has in another dtype than the model: its new value would be rounded
+    to that at each call."""
+    for path, node in zip(captured.mutated_buffers, captured.results, strict=False):
+        if path in captured.rest_dtypes:
+            dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+            raise refusal(
+                f"a call changes the parameter {path}, which it is given in {dtype}",
+                line_of(node),
+                "change it in the loop, under torch.no_grad() behind optimizer.step(), or leave out the precision "
+                "(param_dtype)",
+            )
+
+
 def require_own_memory(captured: Captured, model: nn.Module) -> None:
     """Refuses a tensor in whose memory another lies that a step or a call changes in place.
 
@@ -143,7 +157,8 @@ def require_own_memory(captured: Captured, model: nn.Module) -> None:
     for node in captured.graph.find_nodes(op="placeholder"):
         if name := captured.parameters.get(node.name):
             parameter = model.get_parameter(name)
-            tensors[node] = name, local_of(parameter), parameter.requires_grad
+            changes = parameter.requires_grad or name in captured.mutated_buffers
+            tensors[node] = name, local_of(parameter), changes
         elif name := captured.buffers.get(node.name):
             changes = name in captured.mutated_buffers and name not in captured.rebound
             if changes or node.users:  # an attribute that a hook sets before it is read has no users

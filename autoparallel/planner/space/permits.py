@@ -46,6 +46,7 @@ class Permits:
     def __init__(self, subject: Subject, preset: str | None, pinned: Collection[str]) -> None:
         captured, request, size = subject.captured, subject.request, subject.size
         self.captured, self.axis_sizes, self.size, self.pinned = captured, request.sizes, size, pinned
+        self.changed_parameters = captured.changed_parameters
         self.constraints = request.constraints(preset)
         self.pins = ResolvedPins(request.pins, captured.graph, captured.parameters, request.axes)
         self.experts = experts_of(captured.graph, captured.parameters, self.constraints, self.axis_sizes, size)
@@ -94,6 +95,8 @@ class Permits:
             even = without_needless_padding(shape, every, self.axis_sizes, constraints.tensor)
             worthwhile = [x for x in every if x in even or any(self.can_read(fill, shape, x) for fill in fills)]
             layouts = permitted(worthwhile, constraints, experts)
+        if self.captured.parameters[node.name] in self.changed_parameters:  # what it was cannot be gathered again
+            return layouts, ["per_microbatch"]
         return layouts, ["per_use"] if constraints.sharded_at_rest else ["per_step", "per_use"]
 
     def forbidden(

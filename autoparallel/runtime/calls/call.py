@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autoparallel._torch.dtensor import local_of
 from autoparallel._torch.numbers import evaluator
 from autoparallel._torch.tensors import storage_mark
 from autoparallel.comm.groups import settle
@@ -27,6 +28,7 @@ from autoparallel.graph.plain_tensors import attribute_at, holder_of, rebind, te
 from autoparallel.operators import RandomState
 from autoparallel.runtime.calls.kinds import Kind, Kinds, ReadCall
 from autoparallel.runtime.gradients.accumulation import Weight, expected_count
+from autoparallel.runtime.parameters.slices import lay_like
 from autoparallel.runtime.programs.microbatches import NotKept
 from autoparallel.runtime.programs.runner import Delivery, Outputs, refuse_detached
 from autoparallel.runtime.ranks.randomness import STREAM
@@ -92,7 +94,7 @@ def _require_unchanged(captured: Captured, buffers: Sequence[torch.Tensor], call
     the buffer is changed to, the program what it was."""
     inputs = {storage_mark(x) for x in call.leaves if isinstance(x, torch.Tensor)} if buffers else set()
     for path, buffer in zip(captured.mutated_buffers, buffers, strict=True):
-        if path not in captured.rebound and storage_mark(buffer) in inputs:
+        if path not in captured.rebound and storage_mark(local_of(buffer)) in inputs:
             raise ValueError(
                 f"an input lies in the memory of {path}, which the call changes in place\n"
                 f"What to change: give it a copy (model.{path}.clone())."
@@ -106,6 +108,8 @@ def _write_back(captured: Captured, plain: nn.Module, buffers: Sequence[torch.Te
         for path, buffer, value in zip(captured.mutated_buffers, buffers, results, strict=False):
             if path in captured.rebound:
                 rebind(plain, path, value)
+            elif isinstance(buffer, DTensor):  # a parameter, of which each rank has a part
+                buffer.copy_(lay_like(value, buffer))
             else:
                 buffer.copy_(value)
 

@@ -61,6 +61,9 @@ class Runner:
         self.leaf_names = captured.inputs
         # Copied, because the call changes them before the backward, which reads them, too, where layers run again.
         self.saved_buffers = {*captured.saved_buffers, *(captured.mutated_buffers if program.regions else ())}
+        changed = captured.changed_parameters if program.regions else ()
+        chains = [chain for name, chain in program.chains.items() if name in changed]
+        self.saved_parameters = [name for chain in chains for name in chain.placeholders]
         self.specs = [(to_dtensor_placements(layout), layout) for layout in program.output_layouts]
         self.regathered: list[int] = []
         self._named: Callable[..., Any] | None = None  # the body that is profiled
@@ -115,6 +118,7 @@ class Runner:
         for bucket in self.hoisted:
             if bucket.placeholders[0] not in values:
                 values.update(zip(bucket.placeholders, bucket(), strict=True))
+        values.update({name: values[name].clone() for name in self.saved_parameters})
         arguments = [values[name] for name in self.order]
         body = self._named_body() if _torch.autograd.is_profiling() else self.body
         if not self.per_use:
