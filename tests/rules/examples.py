@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoparallel import operators
 from autoparallel.operators import draws
+from autoparallel.operators.changed_parameters import with_value
 from autoparallel.operators.ctc import ctc_losses
 from autoparallel.operators.experts import grouped_linear
 from autoparallel.operators.flex import flex_operator
@@ -402,6 +403,7 @@ def _losses() -> list[Example]:
         e(operators.cross_entropy_sum, (_masked_logits(), torch.tensor([0, 1, 7, -100, 11, 3])), label="masked logits"),
         e(operators.cross_entropy_sum, (real(6, 12), ignored[1], None, -100, 0.0, 12), label="told the classes"),
         e(operators.weighted_mean, (real(6), torch.arange(1, 7))),
+        e(with_value, (real(6, 4), real(6, 4))),
         e(operators.cross_entropy_weight, (ignored, None, -100, torch.float64)),
         e(
             operators.cross_entropy_weight,
