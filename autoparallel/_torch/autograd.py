@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -134,6 +135,26 @@ def asked_for(ctx: Any, count: int) -> AskedFor:
         return AskedFor([node is not None and torch._C._will_engine_execute_node(node) for node in nodes])
     except RuntimeError:  # a leaf under torch.autograd.grad()
         return AskedFor([_is_handed(node) for node in nodes], True)
+
+
+def is_handed_out(tensor: torch.Tensor) -> bool:
+    """Whether a ``torch.autograd.grad()`` that is running, in any thread, is asked for the gradient of a tensor.
+
+    The engine tells that of leaves alone: of other tensors it tells whether it goes through what has made them.
+    """
+    edge = torch.autograd.graph.get_gradient_edge(tensor)[:2]
+    asked = (x for inputs in _inputs_asked_for() for x in inputs)
+    return any(x is tensor or isinstance(x, tuple) and x[:2] == edge for x in asked)
+
+
+def _inputs_asked_for() -> Iterator[Sequence[object]]:
+    """What the backwards that are running are asked for: on a GPU another thread than the caller's runs them."""
+    for first in sys._current_frames().values():
+        frame: FrameType | None = first
+        while frame is not None:
+            if frame.f_code is torch.autograd.graph._engine_run_backward.__code__:
+                yield frame.f_locals["args"][3]
+            frame = frame.f_back
 
 
 def adds_to_grad(leaf: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -147,6 +148,44 @@ def test_who_waits_for_an_outputs_gradient_is_given_all_of_it_or_told(waiter: st
     out, h = model(X)
     WAITERS[waiter](out)
     (out.sum() + h.sum()).backward()
+
+
+ASKING: dict[str, Callable[[Tensor, Tensor, list[Any]], Any]] = {
+    "alone": lambda out, h, _: torch.autograd.grad(out.sum(), h),
+    "unused": lambda out, h, _: torch.autograd.grad(out.sum(), h, allow_unused=True),
+    "beside parameters": lambda out, h, p: torch.autograd.grad(out.sum() + h.sum(), [*p, h], allow_unused=True),
+    "an edge": lambda out, h, _: torch.autograd.grad(out.sum(), torch.autograd.graph.get_gradient_edge(h)),
+    "by a vmap": lambda out, h, _: torch.autograd.grad(
+        out, h, torch.eye(24).view(24, 8, 3), is_grads_batched=True, allow_unused=True
+    ),
+    "inputs=": lambda out, h, _: torch.autograd.backward(out.sum(), inputs=[h]),
+}
+"""Ways to ask for the gradient of an output of which another is computed."""
+
+
+@pytest.mark.parametrize("way", ASKING)
+def test_the_gradient_of_an_output_by_another_is_refused(way: str) -> None:
+    model = compiled(Features(detaches=False), loss_fn=None)
+    out, h = model(X)
+    message = raised(lambda: ASKING[way](out, h, list(model.parameters())))
+    assert "output 1 of the model would be given a part of its gradient" in message and "What to change" in message
+
+
+def test_gradients_that_are_whole_are_handed_out_of_several_outputs() -> None:
+    plain = Features(detaches=False)
+    model = compiled(copy.deepcopy(plain), loss_fn=None)
+
+    def grads(model: Any) -> list[Tensor | None]:
+        out, h = model(X)
+        weights = list(model.parameters())
+        both = torch.autograd.grad(out.sum() + h.square().sum(), weights, retain_graph=True)
+        alone = torch.autograd.grad(h.square().sum() + out.detach().sum(), h, retain_graph=True)
+        return [*both, *alone, *torch.autograd.grad(h.sum(), out, allow_unused=True)]
+
+    for ours, eager in zip(grads(model), grads(plain), strict=True):
+        assert (ours is None) == (eager is None)
+        if ours is not None:
+            torch.testing.assert_close(getattr(ours, "full_tensor", lambda ours=ours: ours)(), eager)
 
 
 def test_an_output_of_which_none_is_differentiated_may_be_waited_for() -> None:

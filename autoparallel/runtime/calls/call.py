@@ -125,20 +125,29 @@ def _deliver(kinds: Kinds, kind: Kind, call: Call, results: Sequence[Any]) -> li
         for i, x in enumerate(results)
     ]
     delivery = Delivery(store, _weigh(captured, values, call, store.window), kind.runner.used, kind.runner.why_once)
-    for i in range(count, len(values)):
-        if isinstance(values[i], torch.Tensor) and values[i].requires_grad:
-            values[i] = Outputs.apply(delivery, values[i], i in captured.own_outputs, i)
+    before = captured.outputs_before
+    differentiable = [i for i in range(count, len(values)) if getattr(values[i], "requires_grad", False)]
+    for i in sorted(differentiable, key=lambda i: len(before.get(i, ()))):  # first what others are computed of
+        others = [x for other in before.get(i, ()) if isinstance(x := values[other], torch.Tensor)]
+        values[i] = Outputs.apply(delivery, values[i], i in captured.own_outputs, i, *others)
+        values[i] = _as_it_lies(kinds, kind, i, values[i])
     if torch.is_grad_enabled():
         refuse_detached(captured, values)
-    for i in range(count, len(values)):
-        placements, layout = kind.runner.specs[i]
-        if any(p.kind == "S" for p in layout):
-            local = values[i] if values[i].requires_grad else values[i].contiguous()
-            values[i] = DTensor.from_local(local, kinds.maker.mesh, placements, run_check=False)
-    for i, others in captured.outputs_before.items():
+    for i in {*range(count, len(values))} - {*differentiable}:
+        values[i] = _as_it_lies(kinds, kind, i, values[i])
+    for i, others in before.items():
         named = [(f"output {other - count} of the model", values[other]) for other in others]
         delivery.before[i] = [(name, weakref.ref(x)) for name, x in named if isinstance(x, torch.Tensor)]
     return values
+
+
+def _as_it_lies(kinds: Kinds, kind: Kind, output: int, value: Any) -> Any:
+    """An output that stays as it lies over the mesh as a ``DTensor``, any other as it is."""
+    placements, layout = kind.runner.specs[output]
+    if not any(p.kind == "S" for p in layout):
+        return value
+    local = value if value.requires_grad else value.contiguous()
+    return DTensor.from_local(local, kinds.maker.mesh, placements, run_check=False)
 
 
 def _set_attribute(captured: Captured, plain: nn.Module, loss_fn: Any, name: str, value: Any) -> None:

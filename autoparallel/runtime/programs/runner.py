@@ -189,11 +189,9 @@ class Delivery:
         """Raises RuntimeError where somebody waits for the gradient of an output of which this one is computed: what
         comes from here goes through the program, not through what the user has."""
         for name, reference in self.before.get(output, ()):
-            x = reference()
-            if x is not None and (x.retains_grad or x._backward_hooks):
-                asks = "retain_grad()" if x.retains_grad else "a hook"
+            if (x := reference()) is not None and (asks := _asks_for_gradient(x)):
                 raise RuntimeError(
-                    f"{asks} on {name} would be given a part of its gradient: another output is computed of it inside "
+                    f"{asks} {name} would be given a part of its gradient: another output is computed of it inside "
                     "of the program, by which its gradient does not pass\n"
                     "What to change: give the model a second call that begins with it (z = model(x, encode=True); y = "
                     "model(z)), or compile both halves; a hook inside of forward (z.register_hook(...)) sees all of it"
@@ -222,16 +220,28 @@ class Delivery:
         return None if grad is None else (grad * factor).to(grad.dtype)
 
 
+def _asks_for_gradient(x: torch.Tensor) -> str:
+    """By what somebody waits for the gradient of an output, as the backward comes to one that is computed of it."""
+    if x.retains_grad:
+        return "retain_grad() on"
+    if x._backward_hooks:
+        return "a hook on"
+    return "torch.autograd.grad() with respect to" if _torch.autograd.is_handed_out(x) else ""
+
+
 class Outputs(torch.autograd.Function):
     """The boundary between the program and what the user does with one of its outputs.
 
     Each output has its own, because a backward frees what all operands of a node have saved, also where no gradient
-    comes to them.
+    comes to them.  ``before``, the outputs that it is computed of, get none from it: the engine comes here where it is
+    asked for theirs (see ``Delivery.require_whole``).
     """
 
     @staticmethod
-    def forward(ctx: Any, delivery: Delivery, output: torch.Tensor, unshared: bool, number: int) -> torch.Tensor:
-        ctx.delivery, ctx.number = delivery, number
+    def forward(
+        ctx: Any, delivery: Delivery, output: torch.Tensor, unshared: bool, number: int, *before: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.delivery, ctx.number, ctx.nothing = delivery, number, (None,) * len(before)
         ctx.set_materialize_grads(False)
         # A loss, and what shares its memory with nothing else that the user has, may be changed in place: torch refuses
         # that of the others, which are views. All but the loss keep the count of changes that autograd looks at.
@@ -246,7 +256,7 @@ class Outputs(torch.autograd.Function):
             ctx.delivery.require_whole(ctx.number)
         if isinstance(grad, DTensor):  # something made of the parameters was added to the output
             grad = grad.full_tensor()
-        return None, ctx.delivery.weighted(grad), None, None
+        return None, ctx.delivery.weighted(grad), None, None, *ctx.nothing
 
 
 class Refuse(torch.autograd.Function):
