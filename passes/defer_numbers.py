@@ -154,6 +154,11 @@ class _Tensors(dict[fx.Node, fx.Node]):
         conditions, values = (node.args[:1], node.args[1:]) if node.target is torch.sym_ite else ((), node.args)
         numbers = [1.0] if node.target is operator.truediv else [_example(x) for x in (*values, node)]
         dtype = next(dtype for dtype, kinds in _DTYPES.items() if any(isinstance(x, kinds) for x in numbers))
+        if node.target is torch.sym_max and dtype == torch.int64:
+            for least, x in (values, values[::-1]):
+                if isinstance(least, int):  # as max(1, n) of a count, which is one that is clamped
+                    self[node] = emit(aten.clamp.default, self._of(emit, x, dtype, device), least)
+                    return
         operands = [self._of(emit, x, torch.bool, device) for x in conditions]
         operands += [self._of(emit, x, dtype, device) for x in values]
         self[node] = emit(_OF_PYTHON[node.target], *operands)

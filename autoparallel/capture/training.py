@@ -178,7 +178,7 @@ class Training(nn.Module):
         loss = self.loss_fn(outputs, target)
         if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]) and _is_count(loss[1]):
             self.findings.counted = True
-            return loss[0] / loss[1]
+            return loss[0] / _as_divisor(loss[1], loss[0])
         return loss
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
@@ -230,6 +230,14 @@ def _is_count(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.ndim == 0 and value.dtype in (torch.int64, torch.int32)
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+
+
+def _as_divisor(count: Any, total: torch.Tensor) -> Any:
+    """A count as what a sum is divided by: a number, but for sizes of the call, as a tensor, because a sum that a loss
+    function divides by a number by itself is still a sum."""
+    if isinstance(count, torch.Tensor) or not isinstance(count, int) and not _torch.export.is_read(count):
+        return count
+    return torch.scalar_tensor(count, dtype=torch.int64, device=total.device)
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:

@@ -23,7 +23,7 @@ class LossWeight:
         size: the weight as a product of sizes (of the trace), where it does not; 1 for every call of a sum.
         kind: ``"mean"``, ``"sum"``, or ``"unknown"`` where the weight cannot be told.
         reason: why it is unknown.
-        from_call: whether the weight comes with the call, the same for all parts of its batch.
+        from_call: whether the weight comes with the call, the same for all parts of its batch, whose losses add up.
         mixes: which call is the first of which it is only taken for granted that it leaves the rows of the batch
             apart; empty where there is none.
     """
@@ -38,13 +38,7 @@ class LossWeight:
     @property
     def problem(self) -> str:
         """Why the losses of parts of a batch cannot be put together to that of the batch; empty where they can."""
-        if self.kind == "unknown":
-            return f"it cannot be told what the loss is a mean over: {self.reason}"
-        if self.from_call:
-            return (
-                "the count that loss_fn returns is of the whole batch: return one of its rows, or divide the sum by it"
-            )
-        return ""
+        return f"it cannot be told what the loss is a mean over: {self.reason}" if self.kind == "unknown" else ""
 
 
 def explain_ambiguity(count: int) -> str:

@@ -25,6 +25,7 @@ from tests.runtime.support import (
     clip_grad_norm,
     compiled_pair,
     gradients_off,
+    make,
     off,
     parameters_off,
     run_on_ranks,
@@ -144,6 +145,51 @@ def test_a_window_equals_one_batch(shape: tuple[int, ...], plan: str, loss: str)
 def test_microbatches_of_different_sizes() -> None:
     for found in run_on_ranks(_train, "fsdp", (2,), "squared", (4, 2, 6, 4, 8, 4, 2), world_size=2):
         assert found["worst"] < 1e-9
+
+
+def absolute(out: Tensor, target: dict[str, Any]) -> Tensor:
+    return (out[..., :1] - target["y"][..., None]).abs().sum()
+
+
+COUNTS: dict[str, Callable[[Tensor, dict[str, Any]], tuple[Tensor, Any]]] = {
+    "a constant": lambda out, target: (absolute(out, target), 4),
+    "a tensor that is one": lambda out, target: (absolute(out, target), torch.tensor(4)),
+    "given": lambda out, target: (absolute(out, target), target["n"]),
+    "a size": lambda out, target: (absolute(out, target), target["y"].numel()),
+    "a length": lambda out, target: (absolute(out, target), target["y"].shape[1]),
+    "read": lambda out, target: (absolute(out, target), (target["y"] > 0).sum().item()),
+    "at least one": lambda out, target: (absolute(out, target), max(1, (target["y"] > 0).sum().item())),
+}
+"""What a ``loss_fn`` may return as a count, of sums that are alike."""
+
+
+def _count(name: str, options: dict[str, Any]) -> float:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp" if "pipeline" in options else "dp",))
+    plain = make(Tagger)
+    model = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=COUNTS[name], **options)
+    both = SideBySide(model, plain)
+    data = [(x, {"y": (x.double() - 9).roll(i, 1), "n": 3 + i * i % 5}) for i, (x, _) in enumerate(batches())]
+    for window in model.accumulate(3, data):
+        pairs = []
+        for x, target in window:
+            model(x, target).backward()
+            pairs.append(COUNTS[name](plain(x), target))
+        (sum(total for total, _ in pairs) / sum(count for _, count in pairs)).backward()  # type: ignore[misc]
+        both.step(0.05)
+    return both.worst
+
+
+MICROBATCHES: dict[str, dict[str, Any]] = {
+    "fsdp": {"plan": "fsdp"},
+    "microbatches": {"plan": "fsdp", "microbatches": 2},
+    "a pipeline": {"pipeline": autoparallel.Pipeline(microbatches=2)},
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("ways", MICROBATCHES)
+def test_a_count_weighs_what_it_is_whatever_holds_it(ways: str, name: str) -> None:
+    assert max(run_on_ranks(_count, name, MICROBATCHES[ways], world_size=2)) < 1e-9
 
 
 def _equal(loss: str) -> float:

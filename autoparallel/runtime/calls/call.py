@@ -128,8 +128,8 @@ def _deliver(kinds: Kinds, kind: Kind, call: Call, results: Sequence[Any]) -> li
     before = captured.outputs_before
     differentiable = [i for i in range(count, len(values)) if getattr(values[i], "requires_grad", False)]
     for i in sorted(differentiable, key=lambda i: len(before.get(i, ()))):  # first what others are computed of
-        others = [x for other in before.get(i, ()) if isinstance(x := values[other], torch.Tensor)]
-        values[i] = Outputs.apply(delivery, values[i], i in captured.own_outputs, i, *others)
+        first = [x for other in before.get(i, ()) if isinstance(x := values[other], torch.Tensor)]
+        values[i] = Outputs.apply(delivery, values[i], i in captured.own_outputs, i, *first)
         values[i] = _as_it_lies(kinds, kind, i, values[i])
     if torch.is_grad_enabled():
         refuse_detached(captured, values)

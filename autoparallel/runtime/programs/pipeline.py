@@ -148,8 +148,9 @@ class PipelineRunner:
         used = {name: None for program in staged.programs for name in program.chains}
         self.used = tuple(name for name in used if name in store.parameters)
         self.loss, weight = captured.objective, captured.weight
-        self._weight = None if weight is None else weight.output  # the number of that of the loss among the results
-        self._adds_up = weight is not None and weight.kind == "sum"  # the losses of microbatches
+        # The number, among the results, of what the loss of a microbatch weighs; none where losses just add up.
+        self._adds_up = weight is not None and (weight.kind == "sum" or weight.from_call)
+        self._weight = None if weight is None or self._adds_up else weight.output
         self.scaler: torch.amp.GradScaler | None = None
         self._what = "a pipeline" if self.plan.axis else "a call that runs in microbatches"
         self._steps: dict[tuple[bool, int], tuple[Action | Transfer, ...]] = {}
