@@ -116,14 +116,18 @@ class _FixedBatch(nn.Module):
 
 
 class _ChangesInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
     def forward(self, x: Tensor) -> Tensor:
-        x.mul_(2)  # the line
+        x.mul_(self.scale)  # the line
         return x + 1
 
 
-class _ChangesPart(nn.Module):
+class _ChangesPart(_ChangesInput):
     def forward(self, x: Tensor) -> Tensor:
-        x[:, 0] = 0  # the line
+        x[:, 0] = self.scale  # the line
         return x + 1
 
 

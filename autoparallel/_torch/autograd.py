@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -143,8 +144,8 @@ def is_handed_out(tensor: torch.Tensor) -> bool:
     The engine tells that of leaves alone: of other tensors it tells whether it goes through what has made them.
     """
     edge = torch.autograd.graph.get_gradient_edge(tensor)[:2]
-    asked = (x for inputs in _inputs_asked_for() for x in inputs)
-    return any(x is tensor or isinstance(x, tuple) and x[:2] == edge for x in asked)
+    inputs = chain.from_iterable(_inputs_asked_for())
+    return any(x is tensor or isinstance(x, tuple) and x[:2] == edge for x in inputs)
 
 
 def _inputs_asked_for() -> Iterator[Sequence[object]]:

@@ -58,7 +58,7 @@ from autoparallel.capture.training import Training
 from autoparallel.capture.user_warnings import only_the_users
 from autoparallel.graph.beside import beside_in, take_apart
 from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, refused_draw
-from autoparallel.graph.carried_attributes import ChangesAttributesError
+from autoparallel.graph.carried_attributes import ELEMENTS, ChangesAttributesError
 from autoparallel.graph.drawn_numbers import CHECKS, RANDOM, TORCH
 from autoparallel.graph.hooks import HookTemplate, require_full_hooks
 from autoparallel.graph.layers import find_runs, is_checkpointed, layer_of
@@ -242,6 +242,7 @@ class Attempt:
             program, self.model, self.copies.owners, self.copies.references, self.specs, settings.loss_fn is not None,
             settings.detach_beside_loss, findings, settings.ranks,
             {x: place for x, (place, _) in way.trace.numbers.items()},
+            len(self.specs) - len(pytree.tree_leaves(take_apart(self.inputs.arguments[1])[1][:3])),
         )  # fmt: skip
         captured.guards = tuple({**dict.fromkeys(captured.guards), **way.guards})
         captured.assumed = tuple(way.assumed)
@@ -253,6 +254,8 @@ class Attempt:
         captured.set_at = {
             name: x.line for name, x in recorder.written.items() if x.line not in ("", "an unknown line")
         }
+        for index in captured.written.values():
+            captured.set_at[ELEMENTS] = line_of(captured.results[index])
         fakes, parameters = self.copies.fakes, self.model.named_parameters()
         captured.rest_dtypes = {name: p.dtype for name, p in parameters if fakes[id(p)].dtype != p.dtype}
         require_own_dtype(captured)

@@ -64,6 +64,7 @@ def describe(
     trace_findings: Findings,
     ranks: int,
     numbers: Mapping[sympy.Symbol, int],
+    arguments: int,
 ) -> Captured:
     """Describes a trace, of which the passes of ``describing_passes`` make the graph that is planned.
 
@@ -77,6 +78,7 @@ def describe(
         detach_beside_loss, ranks: see :class:`~autoparallel.capture.attempt.Attempt`.
         trace_findings: what tracing found beside the program.
         numbers: the places of inputs that are numbers, by the symbols that stand for them.
+        arguments: how many of the first inputs are arguments of the user's.
 
     Raises:
         CaptureError: for a trace that no program can have.
@@ -84,12 +86,13 @@ def describe(
     module = graph_module(program.graph)
     graph = module.graph
     parameters, buffers, constants, inputs = _read_inputs(program, graph, owners, references)
-    arguments = [str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)]
+    numbers_given = [str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)]
     nodes = {n.name: n for n in graph.nodes}
-    mutated, results, outputs = _read_outputs(program, graph, owners, model)
+    places = {str(inputs[i]): i for i, spec in enumerate(specs[:arguments]) if isinstance(spec, InputSpec)}
+    mutated, results, outputs, written = _read_outputs(program, graph, owners, model, places)
     tensors = [(nodes[n], spec) for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec)]
     price_masks(graph, constants)
-    trace_findings.left_out.update(dict.fromkeys(require_static(graph, arguments), CHECK))
+    trace_findings.left_out.update(dict.fromkeys(require_static(graph, numbers_given), CHECK))
     symbols = {symbol: str(inputs[place]) for symbol, place in numbers.items()}
     _require_sizes(outputs, symbols)
     require_dense_values(graph)
@@ -121,10 +124,13 @@ def describe(
     findings = run_passes(passes, module)
     objective, detached = findings[Objective], list(findings[Detached].outputs)
     flowing = [i for i in objective.flowing if i not in detached]
+    for place, index in written.items():
+        if index in objective.flowing or specs[place].requires_grad:
+            raise refused_mutation(str(inputs[place]), results[index], model)
     actual, lengths, guards = _read_sizes(tensors)
     return Captured(
         module, parameters, buffers, constants, inputs, mutated, outputs, trace_findings.spec, objective.loss, flowing,
-        detached, actual, objective.weight, attributes=attributes,
+        detached, actual, objective.weight, attributes=attributes, written=written,
         lengths=lengths, guards=guards, number_symbols=symbols,
     )  # fmt: skip
 
@@ -207,13 +213,23 @@ _KINDS: dict[type, type] = {SymIntArgument: int, SymFloatArgument: float, SymBoo
 
 
 def _read_outputs(
-    program: ExportedProgram, graph: fx.Graph, owners: Mapping[str, str], model: nn.Module
-) -> tuple[list[str], list[fx.Node], list[Leaf]]:
-    """The mutated buffers and parameters of a trace, the nodes of their new values and of the outputs that are tensors,
-    and the leaves of its outputs."""
+    program: ExportedProgram,
+    graph: fx.Graph,
+    owners: Mapping[str, str],
+    model: nn.Module,
+    places: Mapping[str, int],
+) -> tuple[list[str], list[fx.Node], list[Leaf], dict[int, int]]:
+    """The mutated buffers and parameters of a trace; the nodes of their new values, of the outputs that are tensors,
+    and of the new values of inputs; the leaves of its outputs; and the inputs that are changed, as
+    ``Captured.written``.
+
+    Args:
+        places: of the arguments that may be changed, by their placeholders.
+    """
     mutated: list[str] = []
     results: list[fx.Node] = []
     outputs: list[Leaf] = []
+    written: dict[int, fx.Node] = {}
     nodes: Any = graph.output_node().args[0]
     for out, node in zip(program.graph_signature.output_specs, nodes, strict=True):
         if out.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
@@ -232,9 +248,11 @@ def _read_outputs(
             else:
                 outputs.append(len(results) if kind is None else Number(len(results), kind))
                 results.append(node)
+        elif out.kind == OutputKind.USER_INPUT_MUTATION and out.target in places:
+            written[places[out.target]] = node
         else:
             raise refused_mutation(str(out.target), node, model)
-    return mutated, results, outputs
+    return mutated, [*results, *written.values()], outputs, {x: len(results) + i for i, x in enumerate(written)}
 
 
 def _read_sizes(

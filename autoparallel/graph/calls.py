@@ -34,6 +34,7 @@ class Call:
             buffers that are one tensor.
         autocast: the dtype of ``torch.autocast`` around it; None outside.
         caches: the caches of generation that are handed in, which become what the call makes of them.
+        arguments: the leaves as the user has them, who may have some on another device.
         attributes: how many of its last leaves are attributes of the model (see ``graph.carried_attributes``), or drawn
             for it (see ``graph.drawn_numbers``).
     """
@@ -52,6 +53,7 @@ class Call:
     autocast: torch.dtype | None = None
     caches: tuple[Any, ...] = field(default=(), compare=False)
     attributes: int = 0
+    arguments: tuple[Any, ...] = field(default=(), compare=False)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:

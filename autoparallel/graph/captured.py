@@ -155,6 +155,8 @@ class Captured:
         rest_dtypes: parameter name to its dtype in the model, where it is used in another one.
         rebound: of the mutated buffers those that a call binds to a new tensor, instead of changing theirs in place.
         attributes: for each attribute of the model that a call sets, by its path: how its value nests, and its leaves.
+        written: the inputs that a call changes in place, by their places among the leaves: the index, among the
+            graph's outputs, of what each becomes.
         set_at: the lines at which a call sets them, as far as they are known.
         registered: those of them that are buffers from then on, with whether they belong to the state dict.
         state: the values of Python's that the trace has read.
@@ -186,6 +188,7 @@ class Captured:
     rest_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     rebound: frozenset[str] = frozenset()
     attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = field(default_factory=dict)
+    written: dict[int, int] = field(default_factory=dict)
     set_at: dict[str, str] = field(default_factory=dict)
     registered: dict[str, bool] = field(default_factory=dict)
     state: PythonState = field(default_factory=PythonState)
@@ -242,8 +245,9 @@ class Captured:
         invariant: Layout = (Invariant,) * axes
         buffers = len(self.mutated_buffers)
         layouts: list[Layout | None] = []
+        written = {*self.written.values()}
         for i, node in enumerate(self.results):
-            whole = i < buffers or node.meta["val"].ndim == 0
+            whole = i < buffers or i in written or node.meta["val"].ndim == 0
             whole = whole or mode == "gather" or (mode == "auto" and self.loss is None)
             layouts.append(invariant if whole else None)
         return layouts

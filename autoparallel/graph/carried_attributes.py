@@ -135,11 +135,16 @@ def is_changed(label: str, names: Container[str]) -> bool:
     return label in names or is_entry(label) and f"{split_entry(label)[0]}{ENTRIES}" in names
 
 
+ELEMENTS = "elements of its arguments"
+"""What a call sets that changes tensors which it is given."""
+
+
 def computed_attributes(captured: Captured) -> list[str]:
     """What a call sets to tensors, or to numbers that it reads of them; the rest follows from what the call is given,
     whatever its rows are."""
     attributes = captured.attributes.items()
-    return [name for name, (_, leaves) in attributes if any(isinstance(leaf, int | Number) for leaf in leaves)]
+    computed = [name for name, (_, leaves) in attributes if any(isinstance(leaf, int | Number) for leaf in leaves)]
+    return computed + [ELEMENTS] * bool(captured.written)
 
 
 def number_of(shape: Sequence[int]) -> int:

@@ -11,8 +11,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autoparallel._torch.tensors import storage_mark
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.python_state import is_plain, is_same
 from autoparallel.graph.records import attributes_of, fields_of
@@ -119,6 +122,30 @@ def describe_changes(noted: Sequence[NotedContainer]) -> list[Any]:
                 "What to change: work on a copy (batch = dict(batch)), and return what is new."
             )
     return changes
+
+
+def require_writable(leaves: Sequence[Any], places: Collection[int], others: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError where a call may not write into what it is given: a trace shows neither the parts of a
+    ``DTensor``, nor who else reads the memory.
+
+    Args:
+        leaves: the inputs, as the user has them.
+        places: of those that are written to.
+        others: the model's own tensors that the call reads.
+    """
+    for place in places:
+        written = leaves[place]
+        if isinstance(written, DTensor):
+            raise ValueError(f"the call changes an input in place that is a DTensor\n{_COPY}")
+        sharing = [x for x in (*leaves, *others) if isinstance(x, torch.Tensor) and x is not written]
+        if any(storage_mark(x) == storage_mark(written) for x in sharing):
+            raise ValueError(
+                "the call changes an input in place that shares its memory with another input, or with a tensor of the "
+                f"model\n{_COPY}"
+            )
+
+
+_COPY = "What to change: give it a copy (x.clone()), or have the model work on one."
 
 
 def make_changes(changes: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,14 @@ from autoparallel.comm.waiting import note_raised
 from autoparallel.graph.caches import release
 from autoparallel.graph.calls import Call, sizes_of, values_of
 from autoparallel.graph.captured import Captured, leaf_value
-from autoparallel.graph.changed_arguments import ARGUMENTS, ENTRIES, change_entries, make_changes, require_apart
+from autoparallel.graph.changed_arguments import (
+    ARGUMENTS,
+    ENTRIES,
+    change_entries,
+    make_changes,
+    require_apart,
+    require_writable,
+)
 from autoparallel.graph.drawn_numbers import move_on
 from autoparallel.graph.labels import is_entry, split_entry
 from autoparallel.graph.lines import place_of_error
@@ -52,6 +60,8 @@ def run_call(kinds: Kinds, plain: nn.Module, read: ReadCall, args: Sequence[Any]
             _require_unchanged(captured, buffers, call)
             if ARGUMENTS in captured.attributes:
                 require_apart(args, kwargs)
+            if captured.written:
+                call = _with_copies(captured, plain, call)
             store.begin_call()
             if store.window is not None and torch.is_grad_enabled():
                 _require_weight(kind, store.window)
@@ -61,6 +71,7 @@ def run_call(kinds: Kinds, plain: nn.Module, read: ReadCall, args: Sequence[Any]
             settle(store.prefix)
             kinds.calls += call.is_training
             _write_back(captured, plain, buffers, results)
+            _write_back_inputs(captured, call, results)
             values = _deliver(kinds, kind, call, results)
             sizes = values_of(captured, call.specs) if captured.returns_sizes else {}
             for name, (spec, leaves) in captured.attributes.items():
@@ -101,6 +112,21 @@ def _require_unchanged(captured: Captured, buffers: Sequence[torch.Tensor], call
             )
 
 
+def _with_copies(captured: Captured, plain: nn.Module, call: Call) -> Call:
+    """A call whose program reads copies of the inputs that it changes, also where it computes again in the backward."""
+    tensors = [tensor_at(plain, path) for path in captured.buffers.values()]
+    require_writable(call.arguments or call.leaves, captured.written, tensors)
+    leaves = (x.clone() if place in captured.written else x for place, x in enumerate(call.leaves))
+    return replace(call, leaves=tuple(leaves), arguments=call.arguments or call.leaves)
+
+
+def _write_back_inputs(captured: Captured, call: Call, results: Sequence[Any]) -> None:
+    """Gives the inputs that a call changes their new values."""
+    with torch.no_grad():
+        for place, index in captured.written.items():
+            call.arguments[place].copy_(results[index])
+
+
 def _write_back(captured: Captured, plain: nn.Module, buffers: Sequence[torch.Tensor], results: Sequence[Any]) -> None:
     """Gives the buffers that a call changes their new values, which come first among its results."""
     _require_same_shapes(captured, buffers, results)
@@ -126,14 +152,15 @@ def _deliver(kinds: Kinds, kind: Kind, call: Call, results: Sequence[Any]) -> li
     ]
     delivery = Delivery(store, _weigh(captured, values, call, store.window), kind.runner.used, kind.runner.why_once)
     before = captured.outputs_before
-    differentiable = [i for i in range(count, len(values)) if getattr(values[i], "requires_grad", False)]
+    tensors = [i for i in range(count, len(values)) if isinstance(values[i], torch.Tensor)]
+    differentiable = [i for i in tensors if values[i].requires_grad]
     for i in sorted(differentiable, key=lambda i: len(before.get(i, ()))):  # first what others are computed of
         first = [x for other in before.get(i, ()) if isinstance(x := values[other], torch.Tensor)]
         values[i] = Outputs.apply(delivery, values[i], i in captured.own_outputs, i, *first)
         values[i] = _as_it_lies(kinds, kind, i, values[i])
     if torch.is_grad_enabled():
         refuse_detached(captured, values)
-    for i in {*range(count, len(values))} - {*differentiable}:
+    for i in {*tensors} - {*differentiable}:
         values[i] = _as_it_lies(kinds, kind, i, values[i])
     for i, others in before.items():
         named = [(f"output {other - count} of the model", values[other]) for other in others]

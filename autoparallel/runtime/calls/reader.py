@@ -107,7 +107,7 @@ class CallReader:
         call = Call(
             tuple(local), tuple(specs), tuple(layouts), in_spec, batch, with_target, training, trainable,
             torch.is_grad_enabled(), hooks_of(modules), self.kinds.structure_of(modules), autocast, tuple(caches),
-            len(more),
+            len(more), tuple(leaves),
         )  # fmt: skip
         return call, problem
 

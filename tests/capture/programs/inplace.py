@@ -167,13 +167,6 @@ class DataOfWeight(Two):
         return self.b(self.a(x)) / self.a.weight.data.norm()
 
 
-@program(refused="clone")
-class InputChanged(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        x.add_(1)  # refused
-        return self.b(self.a(x))
-
-
 @program(batch=tokens)
 class EmbeddingScaledInPlace(nn.Module):
     def __init__(self) -> None:

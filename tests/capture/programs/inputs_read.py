@@ -355,10 +355,10 @@ class ReadsABuffer(Reader):
         return self.b(self.a(x)[:, : most.item()])  # refused
 
 
-@program(batch=ragged, refused="another input in place|changes its input|work on a copy")
+@program(batch=ragged)
 class ChangesWhatItReads(Reader):
     def forward(self, x: Tensor, lengths: Tensor) -> Any:
-        lengths.add_(1)  # refused
+        lengths.add_(1)
         return self.b(self.a(x)[:, : lengths.max().item()])
 
 
