@@ -137,9 +137,10 @@ class _ChangesParameter(nn.Module):
         self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
+        scaled = x * self.scale
         with torch.no_grad():
             self.scale.mul_(0.9)  # the line
-        return x * self.scale
+        return scaled
 
 
 class _Breaks(nn.Module):
@@ -198,7 +199,7 @@ REFUSED = {
     "numpy": (_Numpy, r"cannot be captured", "What to change"),
     "changes its input": (_ChangesInput, r"changes its input x in place", r"x\.clone\(\).* by a module around it"),
     "changes a part of its input": (_ChangesPart, r"changes its input x in place", r"x\.clone\(\)"),
-    "changes a parameter": (_ChangesParameter, r"changes its parameter .*scale in place", "buffer|optimizer"),
+    "changes a parameter": (_ChangesParameter, "a parameter is changed in place behind", "before it is read"),
     "flex attention of a module": (_FlexOfModule, "FlexAttention scores or masks reads a _FlexOfM", "window = self"),
     "an error of the model's own": (_Breaks, r"cannot be captured", "What to change|mat"),
 }
