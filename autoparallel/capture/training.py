@@ -18,6 +18,7 @@ from autoparallel.capture.python.containers import entries_exchanged
 from autoparallel.capture.python.journals import without_journals
 from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.data_access import DataAccess
+from autoparallel.capture.tracing.open_places import OpenPlaces
 from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
 from autoparallel.capture.tracing.trace import Question, listening
 from autoparallel.graph.beside import method_of, take_apart
@@ -152,7 +153,7 @@ class Training(nn.Module):
                 attributes |= {label: int(attributes[label]) for label in self.fixed_numbers}
         exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
         with entries_exchanged(self.recorder.containers.held, exchange.exchanged), self.recorder.carrying(attributes):
-            with self.recorder, DataAccess([*now.values(), *inputs]), exchange:
+            with self.recorder, DataAccess([*now.values(), *inputs]), OpenPlaces(), exchange:
                 outputs = self._outputs(args, kwargs, beside.method)
                 outputs = without_journals(outputs) if self.recorder.containers.has_journals else outputs
                 leaves, self.findings.spec = flatten_results(outputs)

@@ -32,6 +32,16 @@ _VIEWS = frozenset((
 _IN_PLACE = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__"))
 
 
+def is_write(name: str) -> bool:
+    """Whether a function of torch of this name writes to its first argument."""
+    return name in _IN_PLACE or name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+
+
+def is_view(name: str) -> bool:
+    """Whether what a function of this name gives may lie in the memory of its first argument."""
+    return name in _VIEWS or name == "__get__"
+
+
 class DataAccess(TorchFunctionMode):
     """Inside, ``x.data`` is ``x.detach()``, which a trace can follow, and so are writes to a diagonal or under a mask.
     ``x.data = value`` gives a parameter new values in its own memory.
@@ -61,7 +71,7 @@ class DataAccess(TorchFunctionMode):
                 args[0].copy_(args[1])
             self._detached[id(args[1])] = args[1]  # whoever writes to it would change the parameter
             return None
-        if name in _IN_PLACE or name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
+        if is_write(name):
             self._require_own(args[0] if args else None)
         self._require_own(kwargs.get("out"))
         if name == "fill_diagonal_" and _is_plain_diagonal(*args, **kwargs):
@@ -77,7 +87,7 @@ class DataAccess(TorchFunctionMode):
                 self._detached[id(result)] = result
             return result
         result = func(*args, **kwargs)
-        if (name in _VIEWS or name == "__get__") and args and id(args[0]) in self._detached:
+        if is_view(name) and args and id(args[0]) in self._detached:
             parts = result if isinstance(result, tuple | list) else (result,)
             self._detached |= {id(x): x for x in parts if isinstance(x, torch.Tensor)}
         return result

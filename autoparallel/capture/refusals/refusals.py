@@ -46,12 +46,6 @@ def require_static(graph: fx.Graph, numbers: Collection[str]) -> list[str]:
         counted = _counts_values(node)
         if counted or any(symbols - (set() if isinstance(value, torch.Tensor) else allowed) for symbols in unknown):
             if node.target in READS:
-                if any(user.target is _ATEN.select.int for user in node.users):
-                    what, cure = (
-                        "an index is read of a tensor",
-                        "index by a tensor that has a dim: x[i.view(1)].squeeze(0)",
-                    )
-                    raise refusal(what, line_of(node), cure)
                 cure = "keep it a tensor (no .item()), or compute it outside of the model and pass it in"
                 raise refusal("a tensor's value is read into Python", line_of(node), cure)
             raise refusal("a size depends on a tensor's values", line_of(node), KEEP_ALL_ROWS)

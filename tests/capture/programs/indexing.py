@@ -119,11 +119,11 @@ class InPlaceOnViewOfWeight(Two):
         return self.b(F.linear(x, w))
 
 
-@program(refused=".")
+@program(ranks=True)
 class InPlaceOnWeightView(Two):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.a.weight[:, 0].zero_()  # refused
+            self.a.weight[:, 0].zero_()
         return self.b(self.a(x))
 
 

@@ -126,7 +126,7 @@ class AverageInside(nn.Module):
         return F.mse_loss(self.head(self.online(x)), goal)
 
 
-@program(refused="optimizer")
+@program(ranks=True)
 class AverageOfParametersInside(nn.Module):
     """The same with frozen parameters instead of buffers, as most repositories do."""
 
@@ -137,11 +137,11 @@ class AverageOfParametersInside(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             for p, q in zip(self.online.parameters(), self.target.parameters(), strict=True):
-                q.mul_(0.9).add_(p, alpha=0.1)  # refused
+                q.mul_(0.9).add_(p, alpha=0.1)
         return self.online(x) - self.target(x)
 
 
-@program(refused="copy_")
+@program(ranks=True)
 class AverageByData(nn.Module):
     """And by .data, as MoCo did."""
 
@@ -151,7 +151,7 @@ class AverageByData(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for p, q in zip(self.online.parameters(), self.target.parameters(), strict=True):
-            q.data = q.data * 0.9 + p.data * 0.1  # refused
+            q.data = q.data * 0.9 + p.data * 0.1
         return self.online(x) - self.target(x)
 
 
