@@ -171,25 +171,29 @@ class Training(nn.Module):
         return [exchange.current(leaf) for leaf in leaves]
 
     def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
-        if self.loss_fn is None:
-            return self._run(args, kwargs, method)
-        *inputs, target = args
-        outputs = self._run(tuple(inputs), kwargs, method)
+        """What the model returns, or its loss; what both change of their arguments is kept."""
+        inputs, target = (args, ()) if self.loss_fn is None else (args[:-1], args[-1:])
+        inputs, kwargs = _cast((inputs, kwargs), self.input_dtype)
+        containers = note_containers((*inputs, *target), kwargs)
+        outputs = self._run(inputs, kwargs, method)
+        if self.loss_fn is not None:
+            outputs = self._loss(self.loss_fn, outputs, *target)
+        if changes := describe_changes(containers):
+            self._changes = {ARGUMENTS: changes}
+        return outputs
+
+    def _loss(self, loss_fn: Callable[..., Any], outputs: Any, target: Any) -> Any:
         self.findings.has_outputs = True
-        loss = self.loss_fn(outputs, target)
+        loss = loss_fn(outputs, target)
         if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]) and _is_count(loss[1]):
             self.findings.counted = True
             return loss[0] / _as_divisor(loss[1], loss[0])
         return loss
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
-        args, kwargs = _cast((args, kwargs), self.input_dtype)
         grown = [(cache, tensors_in(cache)) for cache in caches_in((args, kwargs))]
-        containers = note_containers(args, kwargs)
         run = method_of(self.model, method)
         outputs = self.model(*args, **kwargs) if method is None else run(*args, **kwargs)
-        if changes := describe_changes(containers):
-            self._changes = {ARGUMENTS: changes}
         returned = {id(cache) for cache in caches_in(outputs)}
         for cache, before in grown:
             if id(cache) not in returned and list(map(id, tensors_in(cache))) != list(map(id, before)):

@@ -7,6 +7,7 @@ the user's own containers after the call.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,7 @@ class NotedContainer:
 
     Attributes:
         path: leads to it from ``(args, kwargs)``.
-        container: a dict or list, the dict of an object's attributes, or an object that has slots.
+        container: a dict, a list or a deque, the dict of an object's attributes, or an object that has slots.
     """
 
     path: tuple[Any, ...]
@@ -55,7 +56,9 @@ class NotedContainer:
 
     @property
     def entries_now(self) -> Container:
-        return fields_of(self.container) if self.path[-1] == SLOTS else self.container
+        if self.path[-1] == SLOTS:
+            return fields_of(self.container)
+        return list(self.container) if isinstance(self.entries, list) else self.container
 
 
 def note_containers(args: Sequence[Any], kwargs: dict[str, Any]) -> list[NotedContainer]:
@@ -74,9 +77,9 @@ def require_apart(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
 
 
 def _containers_in(value: Any, path: tuple[Any, ...]) -> Iterator[NotedContainer]:
-    if isinstance(value, dict | list) and len(path) > 1:  # keyword arguments are a dict of the call's own
-        yield NotedContainer(path, value, list(value) if isinstance(value, list) else dict(value))
-    if isinstance(value, dict | list | tuple):
+    if isinstance(value, dict | list | deque) and len(path) > 1:  # keyword arguments are a dict of the call's own
+        yield NotedContainer(path, value, dict(value) if isinstance(value, dict) else list(value))
+    if isinstance(value, dict | list | deque | tuple):
         for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _containers_in(entry, (*path, key))
     if type(value) not in pytree.SUPPORTED_NODES:
@@ -89,8 +92,8 @@ def _containers_in(value: Any, path: tuple[Any, ...]) -> Iterator[NotedContainer
 
 
 def describe_changes(noted: Sequence[NotedContainer]) -> list[Any]:
-    """What a call has changed: for each container its path, the keys that are gone, and the entries that are new; of a
-    list its length, and the entries from the first one on that is another.
+    """What a call has changed: for each container its path, the keys that are gone or stand elsewhere, and the entries
+    that are new; of a list or a deque how many entries are left, and those from the first one on that is another.
 
     Raises:
         CaptureError: for keys that are neither numbers nor strings.
@@ -105,8 +108,9 @@ def describe_changes(noted: Sequence[NotedContainer]) -> list[Any]:
                 changes.append([list(x.path), [first], now[first:]])
             continue
         assert isinstance(before, dict)
-        new = {key: entry for key, entry in now.items() if key not in before or before[key] is not entry}
-        gone = [key for key in before if key not in now]
+        moved = _moved_keys(before, now)
+        new = {key: x for key, x in now.items() if key in moved or key not in before or before[key] is not x}
+        gone = [key for key in before if key in moved or key not in now]
         if (new or gone) and x.path[-1] == SLOTS:
             raise CaptureError(
                 f"the model changes a {type(x.container).__name__} that it is given, in its __slots__\n"
@@ -122,6 +126,14 @@ def describe_changes(noted: Sequence[NotedContainer]) -> list[Any]:
                 "What to change: work on a copy (batch = dict(batch)), and return what is new."
             )
     return changes
+
+
+def _moved_keys(before: dict[Any, Any], now: Container) -> set[Any]:
+    """The keys of a dict that stand behind others than before, as those of entries do that are taken out and put back:
+    all from the first such one on."""
+    in_order = [key for key in before if key in now]
+    place = next((i for i, (key, moved) in enumerate(zip(in_order, now, strict=False)) if key != moved), len(in_order))
+    return {*in_order[place:]}
 
 
 def require_writable(leaves: Sequence[Any], places: Collection[int], others: Sequence[torch.Tensor]) -> None:
@@ -149,15 +161,20 @@ _COPY = "What to change: give it a copy (x.clone()), or have the model work on o
 
 
 def make_changes(changes: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Makes the changes to the arguments themselves."""
-    for path, gone, new in changes:
-        container: Any = (args, kwargs)
-        for key in path:
-            if key == SLOTS:
-                container = tuple(fields_of(container).values())
-            else:
-                container = vars(container) if key == ATTRIBUTES else container[key]
+    """Makes the changes to the arguments themselves, which are found before any of them changes."""
+    containers = [_container_at(path, args, kwargs) for path, _, _ in changes]
+    for container, (_, gone, new) in zip(containers, changes, strict=True):
         change_entries(container, gone, new)
+
+
+def _container_at(path: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    container: Any = (args, kwargs)
+    for key in path:
+        if key == SLOTS:
+            container = tuple(fields_of(container).values())
+        else:
+            container = vars(container) if key == ATTRIBUTES else container[key]
+    return container
 
 
 def shown_changes(names: Collection[str]) -> str:
@@ -181,7 +198,8 @@ def change_entries(container: Any, gone: list[Any] | None, new: Container) -> No
         for key in gone:
             del container[key]
     elif gone:
-        del container[gone[0] :]
+        while len(container) > gone[0]:
+            container.pop()
     if isinstance(new, dict):
         for key, entry in new.items():  # a Counter's update() adds
             container[key] = entry
