@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from autoparallel.graph.caches import grows, hold
@@ -45,14 +46,41 @@ class _Held:
 pytree.register_pytree_node(_Held, lambda held: ([], held.value), lambda _, value: value)
 
 
+class _Sizes:
+    """Stands for a ``torch.Size``, of which torch would make a tuple."""
+
+    def __init__(self, sizes: torch.Size) -> None:
+        self.sizes = list(sizes)
+
+
+def _sizes_of(sizes: Iterable[Any], _: None) -> tuple[Any, ...]:
+    """The ``torch.Size`` of its numbers; of what is kept of each result, a tuple."""
+    sizes = tuple(sizes)
+    return torch.Size(sizes) if all(isinstance(size, int) for size in sizes) else sizes
+
+
+pytree.register_pytree_node(_Sizes, lambda held: (held.sizes, None), _sizes_of)
+
+
 def flatten_results(values: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """The same for what a model returns and sets, without the constants that no graph returns (dtypes, devices, enums),
-    which ``pytree.tree_unflatten`` puts back."""
+    which ``pytree.tree_unflatten`` puts back, as it does a ``torch.Size``."""
 
     leaves, spec = flatten(values)
-    if not any(map(is_held, leaves)):
+    if not any(map(is_held, leaves)) and not _has_sizes(spec):
         return leaves, spec
-    return flatten(pytree.tree_map(lambda leaf: _Held(leaf) if is_held(leaf) else leaf, values))
+    return flatten(pytree.tree_map(_as_container, values, is_leaf=lambda value: isinstance(value, torch.Size)))
+
+
+def _has_sizes(spec: pytree.TreeSpec) -> bool:
+    return spec.type is torch.Size or any(map(_has_sizes, spec.children()))
+
+
+def _as_container(leaf: Any) -> Any:
+    """What stands for a leaf that has none of its own."""
+    if isinstance(leaf, torch.Size):
+        return _Sizes(leaf)
+    return _Held(leaf) if is_held(leaf) else leaf
 
 
 def unflatten(leaves: Iterable[Any], spec: pytree.TreeSpec) -> Any:

@@ -1,4 +1,5 @@
-"""Containers that a call is given and changes: their order, deques, and what the loss function does to its target."""
+"""Containers that a call is given and changes: their order, deques, and what the loss function does to its target; and
+the sizes that it returns."""
 
 from __future__ import annotations
 
@@ -134,3 +135,21 @@ def the_loss_function_changes_the_batch_that_is_returned(run: Run) -> None:
         batch, target = {"x": numbers(8, 8, seed=step)}, SimpleNamespace(y=numbers(8, 8, seed=9))
         _step(run, model, optimizer, batch, target)
         run.note("batch", (batch, target.seen))
+
+
+@loop(ranks=True)
+def sizes_are_those_of_torch(run: Run) -> None:
+    """In outputs, attributes and objects, also where the batch is open, and of a tensor without dims."""
+
+    class ReturnsSizes(Two):
+        def forward(self, x: Tensor) -> Any:
+            h = self.b(self.a(x))
+            self.last_shape = x.shape
+            normal = torch.distributions.Normal(h, 1.0)
+            return normal, [h.shape, h.mean().shape], SimpleNamespace(h=h, shape=h.shape, dtype=torch.float64)
+
+    model = run.compile(ReturnsSizes().double())
+    for rows in (8, 8, 4):
+        normal, sizes, more = model(numbers(rows, 8, seed=rows))
+        run.note("sizes", (normal.batch_shape, normal.event_shape, sizes, more.shape, model.last_shape))
+        run.note("elements", more.shape.numel())
