@@ -133,7 +133,7 @@ def is_record(value: Any) -> bool:
 
 
 def _may_be_given(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) or is_plain(leaf)
+    return isinstance(leaf, (torch.Tensor, *_OPEN)) or is_plain(leaf)
 
 
 def _may_hold(value: Any) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution, constraints
 
 from autoparallel import _torch
 from autoparallel.capture.tracing.drawn_scalars import number_of
@@ -49,7 +50,7 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     tensor, *others = (*args, *kwargs.values())
     if frame is None or getattr(tensor, "constant", None) is not None:
         return func(*args, **kwargs)
-    passes = _passing_answer(frame.f_code, frame.f_lasti)
+    passes = True if _is_of_constraint(frame) else _passing_answer(frame.f_code, frame.f_lasti)
     if passes is not None and not is_caught(frame):
         trace.left_out[line_of_frame(frame)] = CHECK
         return passes
@@ -66,6 +67,19 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     value = None if of_torch else _question(func, *args, **kwargs)
     key = str(tensor) if func is _SYM_BOOL else ""
     return func(*args, **kwargs) if value is None else trace.ask(value, line_of_frame(frame), key)
+
+
+_CONSTRAINTS = constraints.Constraint.check.__code__.co_filename
+_CHECKS_OF_CONSTRAINTS = Distribution.__init__.__code__.co_filename
+
+
+def _is_of_constraint(frame: FrameType) -> bool:
+    """Whether a constraint of ``torch.distributions`` asks on behalf of a check: what does not hold it returns at once,
+    and the check raises."""
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_code.co_filename == _CONSTRAINTS:
+        outer = outer.f_back
+    return outer is not frame and outer is not None and outer.f_code.co_filename == _CHECKS_OF_CONSTRAINTS
 
 
 def _question(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Tensor | None:

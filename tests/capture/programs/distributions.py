@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Independent, Normal, kl_divergence
+from torch.distributions import Categorical, Independent, MultivariateNormal, Normal, kl_divergence
 
 from tests.capture.programs.inplace import Two
-from tests.capture.registry import program
+from tests.capture.registry import loop, program
+from tests.capture.runner import STEPS, Run, numbers
 
 
 def fill_prior(model: Any, step: int) -> None:
@@ -65,3 +67,34 @@ class EntropyThatIsComputedOnce(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) * self.prior.entropy()
+
+
+@program(ranks=True)
+class NormalOfACovariance(Two):
+    """Its constraint asks whether the matrices are symmetric before it looks for negative eigenvalues."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.diag_embed(self.b(x).exp()) + 0.1
+        normal = MultivariateNormal(self.a(x), covariance_matrix=scale @ scale.mT)
+        return normal.log_prob(x) + normal.entropy()
+
+
+@dataclass
+class Decision:
+    policy: Any
+    info: dict[str, float]
+
+
+@loop(ranks=True)
+def a_number_in_an_object_that_is_first_seen(run: Run) -> None:
+    class Decides(Two):
+        def forward(self, x: Tensor) -> Decision:
+            policy = Categorical(logits=self.b(self.a(x)))
+            return Decision(policy, {"entropy": policy.entropy().mean().item()})
+
+    model = run.compile(Decides().double())
+    for step in range(STEPS):
+        decision = model(numbers(8, 8, seed=step))
+        run.note("info", decision.info)
+        decision.policy.log_prob(torch.arange(8)).mean().backward()
+        run.note_gradients(model)
