@@ -11,6 +11,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +43,39 @@ def kinds(report: autoparallel.VerifyReport) -> set[str]:
 
 
 # ------------------------------------------------------------------------------------------------- plans that are right
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    loss: Tensor
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, batch: Pair) -> Pair:
+        h = self.down(self.up(batch.x).tanh())
+        return Pair(h, F.mse_loss(h, batch.loss))
+
+
+def loss_of(output: Pair, target: SimpleNamespace) -> Tensor:
+    return F.mse_loss(output.x, target.y)
+
+
+def test_objects_are_cast_and_compared_by_the_names_of_what_they_hold() -> None:
+    report = autoparallel.verify(Halves(), 2, Pair(torch.randn(8, 6), torch.randn(8, 4)))
+    assert report.ok, str(report)
+    assert {d.name for d in report.differences if d.kind in ("loss", "output")} == {"x", "loss"}
+
+
+def test_the_stages_of_a_pipeline_tell_of_their_own_parameters() -> None:
+    inputs = Pair(torch.randn(8, 6), torch.randn(8, 4)), SimpleNamespace(y=torch.randn(8, 4))
+    report = autoparallel.verify(Halves(), {"pp": 2}, inputs, loss_of)
+    assert report.ok, str(report)
+    assert {*report.layouts} == {"up.weight", "up.bias", "down.weight", "down.bias"}
 
 
 @pytest.mark.wide

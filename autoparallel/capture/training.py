@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from autoparallel.graph.beside import method_of, take_apart
 from autoparallel.graph.caches import caches_in, release, tensors_in
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.changed_arguments import ARGUMENTS, describe_changes, note_containers
-from autoparallel.graph.nesting import flatten_results
+from autoparallel.graph.nesting import flatten_results, map_tensors
 from autoparallel.graph.python_state import is_plain
 
 if TYPE_CHECKING:
@@ -193,6 +194,7 @@ class Training(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
         grown = [(cache, tensors_in(cache)) for cache in caches_in((args, kwargs))]
         run = method_of(self.model, method)
+        _torch.export.keep_lines_of(inspect.unwrap(run))
         outputs = self.model(*args, **kwargs) if method is None else run(*args, **kwargs)
         returned = {id(cache) for cache in caches_in(outputs)}
         for cache, before in grown:
@@ -249,4 +251,4 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     """Nested values with their floating tensors in another dtype."""
     if dtype is None:
         return values
-    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,27 @@ def flatten(values: Any, caches: list[Any] | None = None) -> tuple[list[Any], py
     if any(map(grows, leaves)):
         return flatten(hold(values, caches))
     return flatten(values, caches) if register_records(leaves) else (leaves, spec)
+
+
+def flatten_by_names(values: Any) -> list[tuple[list[Any], Any]]:
+    """The leaves of nested values, each with the keys, indices and names that lead to it."""
+    leaves, spec = flatten(values)
+    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(len(leaves)), spec))
+    return [([_name_of(key) for key in path], leaves[place]) for path, place in paths]
+
+
+def _name_of(key: Any) -> Any:
+    names = (getattr(key, name, None) for name in ("key", "idx", "name"))
+    return next((name for name in names if name is not None), key)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], values: Any) -> Any:
+    """Nested values with what a function makes of their tensors, of those in objects, too."""
+    flatten(values)  # from now on torch looks into the objects
+    return pytree.tree_map(
+        lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, values,
+        is_leaf=lambda value: isinstance(value, torch.Size),
+    )  # fmt: skip
 
 
 class _Held:

@@ -73,9 +73,10 @@ def verify(
     Args:
         model: the plain model, in the mode (training or not) in which it is to be compared, with its hooks.
         mesh_shape: the number of ranks; or a tuple of sizes, for the axes "dp", "tp", "ep"; or sizes by axis name.
-        example_inputs: the positional inputs of one call, the target last where there is a ``loss_fn``; one tensor is
-            taken as the only input, a mapping as keyword inputs.  A list of tuples or mappings is one batch for each
-            step, taken in turn.  Tensors are global; those that require a gradient are compared by theirs, too.
+        example_inputs: the positional inputs of one call, the target last where there is a ``loss_fn``; one tensor or
+            object is taken as the only input, a mapping as keyword inputs.  A list of tuples or mappings is one batch
+            for each step, taken in turn.  Tensors are global; those that require a gradient are compared by theirs,
+            too.
         loss_fn: called as ``loss_fn(output, target)``.  Without it, the loss is the output named "loss", or the only
             one that is differentiable, if that is a scalar, or else a fixed weighted sum of all outputs.
         example_kwargs: keyword inputs of every call.
@@ -142,7 +143,8 @@ def make_report(
         limit = max(measured.values(), default=0.0)
     else:
         limit = TOLERANCES[task.dtype or torch.float64][bool(reference["casts"])]
-    differences = [*compare(first["records"], reference["records"], first["layouts"], measured), *compare_ranks(ranks)]
+    layouts = {name: layout for rank in reversed(ranks) for name, layout in rank["layouts"].items()}
+    differences = [*compare(_joined(ranks), reference["records"], layouts, measured), *compare_ranks(ranks)]
     if not differences:
         raise ValueError("there is nothing to compare: the model returns no tensor")
     return VerifyReport(
@@ -153,11 +155,17 @@ def make_report(
         tolerance=limit,
         differences=tuple(sorted(differences, key=lambda d: -d.value)),
         reference="the plain model, in eager torch",
-        layouts=first["layouts"],
+        layouts=layouts,
         casts=reference["casts"],
         notes=tuple(reference["notes"]),
         seconds=seconds,
     )
+
+
+def _joined(ranks: Sequence[Mapping[str, Any]]) -> list[Record]:
+    """What the ranks have seen together: those of a pipeline tell of the parameters of their own stages."""
+    joined = {(step, kind, name): x for rank in reversed(ranks) for step, kind, name, x in rank["records"]}
+    return [(*key, value) for key, value in joined.items()]
 
 
 # ------------------------------------------------------------------------------------------------- what processes do
@@ -165,12 +173,13 @@ def make_report(
 
 def _train(process: Process, work: tuple[Task, bool]) -> dict[str, Any]:
     """Trains the plain model in the process of the reference, and the compiled one in those of the ranks, of which only
-    the first sends what it has seen."""
+    the first sends what it has seen, but for those of a pipeline."""
     task, measured = work
     if process.group == "reference":
         return run_reference(task, measured, lambda step, limit: process.shared.set(f"limit{step}", repr(limit)))
     result = run_rank(task, lambda step, _: float(process.shared.get(f"limit{step}")))
-    return result if process.rank == 0 else {**result, "records": None}
+    tells = process.rank == 0 or result["plan"].pipeline is not None
+    return result if tells else {**result, "records": []}
 
 
 def run_rank(task: Task, limit_of: LimitOf) -> dict[str, Any]:

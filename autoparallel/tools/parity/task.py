@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils import _pytree as pytree
 
 from autoparallel import _torch, api
-from autoparallel.comm.world import MeshShape, axes_of, count_ranks, mesh_size
+from autoparallel.comm.world import PIPELINE_AXIS, MeshShape, axes_of, count_ranks, mesh_size
+from autoparallel.graph.nesting import map_tensors
 from autoparallel.graph.plain_tensors import not_copied
 from autoparallel.plan import Plan
 from autoparallel.planner.request.presets import PRESETS, Preset
@@ -142,12 +142,12 @@ def _batches(example_inputs: Any, kwargs: Mapping[str, Any]) -> tuple[Batch, ...
         return tuple(batch for item in example_inputs for batch in _batches(item, kwargs))
     if isinstance(example_inputs, Mapping):
         return (Batch((), {**example_inputs, **kwargs}),)
-    args = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+    args = tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)
     return (Batch(args, dict(kwargs)),)
 
 
 def _cast_batch(batch: Batch, dtype: torch.dtype | None) -> Batch:
-    args, kwargs = pytree.tree_map_only(Tensor, functools.partial(_copy, dtype), (batch.args, batch.kwargs))
+    args, kwargs = map_tensors(functools.partial(_copy, dtype), (batch.args, batch.kwargs))
     return Batch(args, kwargs)
 
 
@@ -176,4 +176,7 @@ def compile_task(task: Task) -> ParallelModule:
     torch.manual_seed(task.seed)
     count_ranks()  # without a launcher, of one rank
     mesh = init_device_mesh("cpu", tuple(s for _, s in task.axes), mesh_dim_names=tuple(n for n, _ in task.axes))
-    return api.compile(task.model, mesh, loss_fn=task.loss_fn, plan=task.plan, precision=task.precision)
+    outputs = "gather" if PIPELINE_AXIS in dict(task.axes) else "auto"  # a pipeline keeps its loss alone otherwise
+    return api.compile(
+        task.model, mesh, loss_fn=task.loss_fn, plan=task.plan, precision=task.precision, outputs=outputs
+    )  # fmt: skip

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.capture.caches import asks_for_cache, without_caches
 from autoparallel.capture.python.watched import is_bookkeeping
-from autoparallel.graph.nesting import flatten
+from autoparallel.graph.nesting import flatten_by_names, map_tensors
 from autoparallel.operators import RandomState, plain_randomness
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.parameters.slices import lies_elsewhere
@@ -187,7 +187,7 @@ def _run_plain(model: nn.Module, task: Task, args: tuple[Any, ...], kwargs: Mapp
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return values
-    return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, values)
 
 
 def _takes_target(task: Task) -> bool:
@@ -237,8 +237,8 @@ def tensors_of(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(output, (tuple, list)):
         children = list(zip(getattr(output, "_fields", range(len(output))), output, strict=True))
     else:
-        leaves, _ = flatten(output)
-        children = [] if len(leaves) == 1 and leaves[0] is output else list(enumerate(leaves))
+        leaves = flatten_by_names(output)
+        children = [(".".join(map(str, path)), leaf) for path, leaf in leaves if leaf is not output]
     for key, child in children:
         yield from tensors_of(child, f"{name}.{key}" if name else str(key))
 

@@ -96,3 +96,13 @@ def a_method_that_cannot_be_captured(run: Run) -> None:
             return x * float(x.detach().numpy().sum())
 
     run.compile(Decides().double(), forward_methods=("encode",)).encode(numbers(8, 8, seed=0))
+
+
+@loop(refused=r"x\.clone\(\)")
+def a_method_that_changes_its_input(run: Run) -> None:
+    class Scales(Encoder):
+        def encode(self, x: Tensor, normal: bool = False) -> Tensor:
+            x.mul_(2.0)  # refused
+            return self.encoder(x)
+
+    run.compile(Scales().double(), forward_methods=("encode",)).encode(numbers(8, 8, seed=0))
