@@ -176,7 +176,11 @@ def compile_task(task: Task) -> ParallelModule:
     torch.manual_seed(task.seed)
     count_ranks()  # without a launcher, of one rank
     mesh = init_device_mesh("cpu", tuple(s for _, s in task.axes), mesh_dim_names=tuple(n for n, _ in task.axes))
-    outputs = "gather" if PIPELINE_AXIS in dict(task.axes) else "auto"  # a pipeline keeps its loss alone otherwise
     return api.compile(
-        task.model, mesh, loss_fn=task.loss_fn, plan=task.plan, precision=task.precision, outputs=outputs
-    )  # fmt: skip
+        task.model,
+        mesh,
+        loss_fn=task.loss_fn,
+        plan=task.plan,
+        precision=task.precision,
+        outputs="gather" if PIPELINE_AXIS in dict(task.axes) else "auto",  # a pipeline keeps its loss alone otherwise
+    )
