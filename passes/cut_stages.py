@@ -111,7 +111,7 @@ def _carries(node: fx.Node) -> bool:
 
 
 def stages_of(captured: Captured, cuts: Sequence[str]) -> dict[fx.Node, int]:
-    """The stage of every node that belongs to one.
+    """The stage of every node that belongs to one; a stage may have none.
 
     Args:
         cuts: the keys of the nodes with which the stages but the first begin.
@@ -126,8 +126,8 @@ def stages_of(captured: Captured, cuts: Sequence[str]) -> dict[fx.Node, int]:
         if cut not in places:
             raise CutError(f"there is nothing to cut at {cut!r}: a stage begins at an operator that uses activations")
         begins.append(places[cut])
-    if any(a >= b for a, b in zip([0, *begins], begins, strict=False)):
-        raise CutError(f"the cuts {', '.join(cuts)} are not in the order of the model, or leave a stage empty")
+    if any(a > b for a, b in zip([0, *begins], begins, strict=False)):
+        raise CutError(f"the cuts {', '.join(cuts)} are not in the order of the model")
     stages: dict[fx.Node, int] = {}
     for i, node in enumerate(nodes):
         stage = sum(i >= begin for begin in begins)

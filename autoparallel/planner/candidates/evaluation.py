@@ -92,8 +92,9 @@ class Evaluator:
         settled = self.settled.pipeline
         if settled is None:
             return self.request.pipeline or Pipeline()
-        keys = {node.meta["key"] for node in staged_nodes(self.captured)}
-        cuts = settled.cuts if keys.issuperset(settled.cuts) else None
+        places = {node.meta["key"]: place for place, node in enumerate(staged_nodes(self.captured))}
+        begins = [places.get(cut, -1) for cut in settled.cuts]
+        cuts = settled.cuts if -1 not in begins and begins == sorted(begins) else None
         return Pipeline(settled.schedule, settled.microbatches, settled.count // settled.ranks, cuts)
 
     @property

@@ -134,18 +134,24 @@ class StagePlanner:
         return best
 
     def settled(self, pipeline: Pipeline) -> PipelinePlan:
-        """The pipeline that an earlier plan has settled, for a call that is not differentiated and may have any number
-        of microbatches; the plan says how many those have that are.
+        """The pipeline that an earlier plan has settled, for a call that may have any number of microbatches where it
+        is not differentiated; the plan says how many those have that are. Where a call skips layers, stages may be
+        empty.
 
         Raises:
             PlanError: where it does not fit.
         """
         assert pipeline.schedule is not None and pipeline.microbatches is not None
         line, per_rank = self._line(1, 1), pipeline.stages_per_rank or 1
-        return self._plan(line, pipeline.schedule, per_rank, pipeline.microbatches, pipeline.cuts)[0]
+        return self._plan(line, pipeline.schedule, per_rank, pipeline.microbatches, pipeline.cuts, fills_all=False)[0]
 
     def _line(self, planned: int, count: int) -> _Line:
         """The operators in so many microbatches, where the graph has the sizes of another number."""
+        if not self.pricer.nodes:
+            raise PlanError(
+                "a pipeline cuts a call at its operators that use activations and parameters, and this one has none\n"
+                "What to change: compute it outside of the compiled model, or use a mesh without an axis 'pp'."
+            )
         actual = self.captured.actual
         rows = self.pricer.rows({**actual, **{s: actual[s] * planned // count for s in self.captured.batches}})
         return _Line(rows, steps_of(rows), np.array([0, *self._places(rows), len(rows.nodes)]))
@@ -163,17 +169,31 @@ class StagePlanner:
         yield request.schedule, request.stages_per_rank or usual
 
     def _plan(
-        self, line: _Line, schedule: str, per_rank: int, count: int, cuts: tuple[str, ...] | None
+        self,
+        line: _Line,
+        schedule: str,
+        per_rank: int,
+        count: int,
+        cuts: tuple[str, ...] | None,
+        fills_all: bool = True,
     ) -> tuple[PipelinePlan, dict[str, str]]:
-        """A pipeline of this kind, not played through yet, and which layers run again in its backward."""
+        """A pipeline of this kind, not played through yet, and which layers run again in its backward.
+
+        Args:
+            fills_all: whether no stage may be without operators.
+        """
         rows, steps, stages = line.rows, line.steps, per_rank * self.ranks
-        if cuts is None:
+        if cuts is None and not fills_all and sum(map(bool, rows.reads)) < stages:
+            starts = [0] * (stages - 1)
+        elif cuts is None:
             starts = self._cut(line, schedule, stages, count)
         else:
             if len(cuts) + 1 != stages:
                 raise PlanError(f"{len(cuts)} cuts make {len(cuts) + 1} stages, the schedule needs {stages}")
             where = stages_of(self.captured, cuts)
             starts = [sum(where[node] < s for node in rows.nodes) for s in range(1, stages)]
+            if fills_all and len({0, *starts}) < stages:
+                raise PlanError(f"the cuts {', '.join(cuts)} leave a stage empty")
         spans = [*itertools.pairwise([0, *starts, len(rows.nodes)])]
         resting = self._resting_bytes(rows, spans, schedule)
         again = self._fewest_steps(rows, steps, spans, resting, schedule, count)
@@ -209,7 +229,7 @@ class StagePlanner:
         for rank in range(self.ranks):
             stages = [s for s in range(len(spans)) if rank_of_stage(schedule, self.ranks, s) == rank]
             memory = sum(resting[s] + held[s] * rows.activations[0, slice(*spans[s])].sum() for s in stages)
-            widest = {s: rows.moment[slice(*spans[s])].max() for s in stages}
+            widest = {s: rows.moment[slice(*spans[s])].max(initial=0.0) for s in stages}
             moment = dict(widest)
             order = [(step.slope / held[s], s, step) for s in stages for step in inside[s]]
             for _, s, step in sorted(order, key=operator.itemgetter(0)):
@@ -249,7 +269,7 @@ class StagePlanner:
             entering = float(rows.entering[begin]) if begin and answers[begin] else 0.0
             memory = resting[stage] + held[stage] * (float(activations[part].sum()) + entering)
             largest = max([0.0, *(step.spared for step in again if begin <= step.begin < end)])
-            moment = float(rows.moment[part].max()) + largest
+            moment = float(rows.moment[part].max(initial=0.0)) + largest
             passing = float(rows.crossing[end]) if end < n else 0.0
             ends = named[0], named[-1]
             costs.append(StageCost(*ends, forward, backward, memory, held[stage], inputs, moment, passing))
@@ -294,7 +314,7 @@ class StagePlanner:
         layers = sum(map(bool, rows.reads))
         if layers < stages:
             raise PlanError(
-                f"{stages} stages are more than the {layers} operators with parameters that the model has: use fewer "
+                f"{stages} stages are more than the {layers} operators with parameters that the call runs: use fewer "
                 "ranks on the pipeline's axis, or fewer stages per rank"
             )
         ranks = [rank_of_stage(schedule, self.ranks, stage) for stage in range(stages)]
