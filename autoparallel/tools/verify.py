@@ -144,7 +144,7 @@ def make_report(
     else:
         limit = TOLERANCES[task.dtype or torch.float64][bool(reference["casts"])]
     layouts = {name: layout for rank in reversed(ranks) for name, layout in rank["layouts"].items()}
-    differences = [*compare(_joined(ranks), reference["records"], layouts, measured), *compare_ranks(ranks)]
+    differences = [*compare(_join_records(ranks), reference["records"], layouts, measured), *compare_ranks(ranks)]
     if not differences:
         raise ValueError("there is nothing to compare: the model returns no tensor")
     return VerifyReport(
@@ -162,7 +162,7 @@ def make_report(
     )
 
 
-def _joined(ranks: Sequence[Mapping[str, Any]]) -> list[Record]:
+def _join_records(ranks: Sequence[Mapping[str, Any]]) -> list[Record]:
     """What the ranks have seen together: those of a pipeline tell of the parameters of their own stages."""
     joined = {(step, kind, name): x for rank in reversed(ranks) for step, kind, name, x in rank["records"]}
     return [(*key, value) for key, value in joined.items()]
