@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, update_wrapper
 from types import GeneratorType
 from typing import Any, NoReturn, Self
 
@@ -114,7 +114,7 @@ class Face(nn.Module):
                 raise AttributeError("a compiled model wraps nothing: model.module is the model itself") from None
             value = getattr(self.__dict__["_plain"], name)
         if name in self.__dict__["_forward_methods"]:
-            return partial(self.forward, **{METHOD: name})
+            return update_wrapper(partial(self.forward, **{METHOD: name}), value)  # it has a name and a signature
         return self._under_whole(name) if name in self.__dict__["_methods"] else value
 
     def _under_whole(self, name: str) -> Callable[..., Any]:

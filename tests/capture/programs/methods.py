@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -106,3 +107,10 @@ def a_method_that_changes_its_input(run: Run) -> None:
             return self.encoder(x)
 
     run.compile(Scales().double(), forward_methods=("encode",)).encode(numbers(8, 8, seed=0))
+
+
+@loop()
+def a_method_tells_its_name_and_signature(run: Run) -> None:
+    model = run.compile(Encoder().double(), forward_methods=("encode",))
+    run.note("method", (model.encode.__name__, str(inspect.signature(model.encode))))
+    run.note("output", model.encode(numbers(8, 8, seed=0), normal=True), grad=True)
