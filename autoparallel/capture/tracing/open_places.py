@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoparallel import _torch
 from autoparallel.capture.refusals.data_access import is_view, is_write
@@ -51,13 +52,51 @@ def _length_of(item: Any) -> int | torch.SymInt | None:
     """How many elements a slice has whose beginning is open; None for all else."""
     if not isinstance(item, slice) or item.step not in (None, 1) or item.stop is None:
         return None
-    if not isinstance(item.start, torch.SymInt) or not _is_open(item.start):
+    if not _is_open(item.start):
         return None
+    if isinstance(item.start, Tensor) or isinstance(item.stop, Tensor):
+        (first, begin), (second, end) = _origin_of(item.start), _origin_of(item.stop)
+        return end - begin if first == second else None
     length = item.stop - item.start
     if _is_open(length):
         return None
     fixed = length.node.expr if isinstance(length, torch.SymInt) else length
     return int(fixed) if isinstance(fixed, int | sympy.Integer) else length
+
+
+_SHIFTED: Any = WeakTensorKeyDictionary()
+"""Places that are tensors, by a number behind others: which, and its version, and by how much."""
+
+_ELEMENTS: Any = WeakTensorKeyDictionary()
+"""Places that are elements of tensors: of which, its version, and by which key."""
+
+
+def _shift(sign: int) -> Callable[..., Any]:
+    """A handler of a sum, or a difference, of a place and a number."""
+
+    def call(func: Any, *args: Any, **kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        x, by, *others = (*args, None, None)
+        if isinstance(x, Tensor) and _is_open(x) and isinstance(by, int) and not (any(others) or kwargs):
+            _SHIFTED[out] = x, x._version, sign * by
+        return out
+
+    return call
+
+
+def _origin_of(place: Any) -> tuple[tuple[Any, ...], int]:
+    """What a place is counted from, the same for the same place, and how far it is from there."""
+    distance = 0
+    while isinstance(place, Tensor) and place in _SHIFTED:
+        before, version, by = _SHIFTED[place]
+        if before._version != version:
+            break
+        place, distance = before, distance + by
+    if isinstance(place, Tensor) and place in _ELEMENTS:
+        source, version, key = _ELEMENTS[place]
+        if source._version == version:
+            return (id(source), version, key), distance
+    return (id(place),), distance
 
 
 def _indices_of(x: Tensor, item: Any, dim: int) -> Tensor:
@@ -94,7 +133,10 @@ def _parts_of(x: Tensor, key: Any) -> tuple[tuple[Any, ...], dict[int, Any]]:
 def _get(func: Any, x: Tensor, key: Any) -> Any:
     rest, opened = _parts_of(x, key)
     if not opened:
-        return func(x, key)
+        out = func(x, key)
+        if _is_open(out) and all(isinstance(item, int) for item in (key if isinstance(key, tuple) else (key,))):
+            _ELEMENTS[out] = x, x._version, key
+        return out
     part = func(x, rest)
     for dim, item in reversed(opened.items()):
         part = part.index_select(dim, _indices_of(part, item, dim))
@@ -164,6 +206,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.select: _select,
     Tensor.roll: _roll,
     torch.roll: _roll,
+    **dict.fromkeys((Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add), _shift(1)),
+    **dict.fromkeys((Tensor.sub, Tensor.__sub__, torch.sub), _shift(-1)),
 }
 
 

@@ -104,7 +104,7 @@ def pops(output: Tensor, target: dict[str, Any]) -> Tensor:
 
 
 @loop(ranks=True)
-def the_loss_function_changes_its_target(run: Run) -> None:
+def the_loss_function_changes_entries_of_its_target(run: Run) -> None:
     class Runs(Two):
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.a(x))

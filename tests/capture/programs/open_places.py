@@ -126,6 +126,26 @@ class ElementsByTensors(nn.Module):
 
 
 @program(ranks=True)
+class SegmentsByTensors(nn.Module):
+    """As in VITS: each row's segment begins elsewhere, at tensors of no dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.encoder(x)
+        begins = h.detach()[:, :12].argmax(1)
+        out = torch.zeros_like(h[:, :4])
+        for i in range(h.shape[0]):
+            end = begins[i] + 5 - 1
+            out[i] = h[i, begins[i] : begins[i] + 4]
+            begin = end - 3
+            out[i] = out[i] * h[i, begin : 1 + end]
+        return out
+
+
+@program(ranks=True)
 class Rolled(Counting):
     def part(self, h: Tensor, at: int) -> Tensor:
         most = int(h.detach().sum(0).argmax())
