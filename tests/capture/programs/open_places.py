@@ -139,9 +139,8 @@ class SegmentsByTensors(nn.Module):
         out = torch.zeros_like(h[:, :4])
         for i in range(h.shape[0]):
             end = begins[i] + 5 - 1
-            out[i] = h[i, begins[i] : begins[i] + 4]
             begin = end - 3
-            out[i] = out[i] * h[i, begin : 1 + end]
+            out[i] = h[i, begins[i] : begins[i] + 4] * h[i, begin : 1 + end]
         return out
 
 
