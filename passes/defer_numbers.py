@@ -67,14 +67,14 @@ _FILLING: dict[Any, Callable[..., Any]] = {
 
 def defer_numbers(graph: fx.Graph, arguments: Collection[str]) -> None:
     """Rewrites the graph, but for what is read of ``arguments``, the placeholders of numbers that the call is given."""
-    tensors, waiting = _Tensors(), _find_waiting(graph)
+    tensors, waiting = _Tensors(_find_choices(graph)), _find_waiting(graph)
     for node in list(graph.nodes):
         if node in waiting and node.target in READS and node.args[0].name not in arguments:
             tensors[node] = _value(Emitter(node), node.args[0])
         elif numbers := [x for x in node.all_input_nodes if x in tensors]:
             if node.op == "output":
                 for number in numbers:
-                    node.replace_input_with(number, tensors[number])
+                    node.replace_input_with(number, tensors.returned(Emitter(node), number))
             elif node.target in _OF_PYTHON:
                 tensors.compute(Emitter(node))
             elif node.target not in _CHECKS:
@@ -91,6 +91,23 @@ def _find_waiting(graph: fx.Graph) -> set[fx.Node]:
         if _is_number(node) and all(_takes(user, node, waiting) for user in node.users):
             waiting.add(node)
     return waiting
+
+
+Choices = dict[fx.Node, tuple[fx.Node, Any, Any]]
+"""Numbers that are one of two, by what chooses the first of these (see ``capture.tracing.numbers_read``)."""
+
+
+def _find_choices(graph: fx.Graph) -> Choices:
+    choices: Choices = {}
+    for node in graph.find_nodes(op="call_function", target=aten.where.self):
+        condition, *sides = node.args
+        numbers = [x.args[0] for x in sides if isinstance(x, fx.Node) and x.target is aten.scalar_tensor.default]
+        if len(numbers) == 2 and condition.target in _COMPARES and [*condition.args] == sides:
+            choices |= {user: (condition, *numbers) for user in node.users if user.target in READS}
+    return choices
+
+
+_COMPARES = (aten.gt.Tensor, aten.lt.Tensor)
 
 
 def _takes(call: fx.Node, number: fx.Node, waiting: Collection[fx.Node]) -> bool:
@@ -145,7 +162,36 @@ def _value(emit: Emitter, x: fx.Node) -> fx.Node:
 
 
 class _Tensors(dict[fx.Node, fx.Node]):
-    """The tensors that stand for numbers, by what made these."""
+    """The tensors that stand for numbers, by what made these.
+
+    Args:
+        choices: the numbers that are one of two, which may be of two types.
+    """
+
+    def __init__(self, choices: Choices) -> None:
+        self.choices = choices
+
+    def returned(self, emit: Emitter, number: fx.Node) -> fx.Node:
+        """What is returned for a number: where its type follows from values, a pair (see ``graph.captured.Number``)."""
+        value = self[number]
+        whole = self._is_whole(emit, number, emit.value(value).device)
+        if not isinstance(number.meta["val"], torch.SymFloat) or whole is False:
+            return value
+        place = self._of(emit, whole, torch.bool, emit.value(value).device) if whole is True else whole
+        return emit(aten.stack.default, [value, emit.cast(place, value.meta["val"].dtype)])  # an int is behind a float
+
+    def _is_whole(self, emit: Emitter, number: Any, device: torch.device) -> bool | fx.Node:
+        """Whether a number is a whole one of Python's; a tensor where values tell."""
+        if number in self.choices:
+            condition, *numbers = self.choices[number]
+            answers = [self._is_whole(emit, x, device) for x in numbers]
+            if answers[0] is answers[1]:
+                return answers[0]
+            tensors = [self._of(emit, x, torch.bool, device) if isinstance(x, bool) else x for x in answers]
+            return emit(aten.where.self, condition, *tensors)
+        if isinstance(number, fx.Node) and number.target in (operator.neg, operator.abs):
+            return self._is_whole(emit, number.args[0], device)
+        return isinstance(_example(number), int | torch.SymInt)
 
     def compute(self, emit: Emitter) -> None:
         """What Python computes of numbers, of tensors."""

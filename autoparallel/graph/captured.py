@@ -104,11 +104,18 @@ class Size:
 
 @dataclass(frozen=True)
 class Number:
-    """A leaf of the output that is the value of a tensor of no dims, by its index among the graph's outputs."""
+    """A leaf of the output that is the value of a tensor of no dims, by its index among the graph's outputs.
+
+    Where its type follows from values, too (``min(1, n)`` is 1 or a float), the tensor is a pair: the value, exact up
+    to 2**53, and the number of the type among ``TYPES``.
+    """
 
     index: int
     kind: type
 
+
+TYPES: tuple[type, ...] = (float, int, bool, type(None))
+"""What a number may be whose type follows from values."""
 
 Leaf = int | Constant | Size | Number
 """One leaf of the output; a tensor as its index among the graph's outputs."""
@@ -120,7 +127,13 @@ def leaf_value(leaf: Leaf, results: Sequence[Any], sizes: Mapping[Any, int | flo
         return leaf.value
     if isinstance(leaf, Number):
         value = results[leaf.index]
-        return leaf.kind(value) if isinstance(value, torch.Tensor) else value  # what a call does not keep says so
+        if not isinstance(value, torch.Tensor):  # what a call does not keep says so
+            return value
+        if not value.ndim:
+            return leaf.kind(value)
+        number, place = value.tolist()
+        kind = TYPES[int(place)]
+        return None if kind is type(None) else kind(number)
     return leaf.kind(_torch.numbers.evaluator(leaf.expression)(sizes)) if isinstance(leaf, Size) else results[leaf]
 
 
@@ -245,9 +258,10 @@ class Captured:
         invariant: Layout = (Invariant,) * axes
         buffers = len(self.mutated_buffers)
         layouts: list[Layout | None] = []
-        written = {*self.written.values()}
+        numbers = (leaf.index for leaf in self._leaves if isinstance(leaf, Number))
+        ends = {*self.written.values(), *numbers}
         for i, node in enumerate(self.results):
-            whole = i < buffers or i in written or node.meta["val"].ndim == 0
+            whole = i < buffers or i in ends or node.meta["val"].ndim == 0
             whole = whole or mode == "gather" or (mode == "auto" and self.loss is None)
             layouts.append(invariant if whole else None)
         return layouts
@@ -376,10 +390,14 @@ class Captured:
         return {leaf for leaf in leaves if isinstance(leaf, int)}
 
     @property
+    def _leaves(self) -> list[Leaf]:
+        """The leaves of the outputs, and of what a call sets."""
+        return [*self.outputs, *(leaf for _, parts in self.attributes.values() for leaf in parts)]
+
+    @property
     def returns_sizes(self) -> bool:
         """Whether a leaf of the outputs is a size of the call."""
-        leaves = [*self.outputs, *(leaf for _, parts in self.attributes.values() for leaf in parts)]
-        return any(isinstance(leaf, Size) for leaf in leaves)
+        return any(isinstance(leaf, Size) for leaf in self._leaves)
 
     @cached_property
     def returns_caches(self) -> bool:

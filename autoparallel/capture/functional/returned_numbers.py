@@ -30,6 +30,7 @@ from torch.export.graph_signature import (
 
 from autoparallel._torch.export import is_read
 from autoparallel.capture.functional.way_graphs import calls_behind, last_result, read_outputs
+from autoparallel.graph.captured import TYPES
 from autoparallel.graph.lines import marks_of
 from autoparallel.passes.emitter import Emitter
 
@@ -39,19 +40,51 @@ _ARGUMENTS: dict[type, Any] = {float: SymFloatArgument, int: SymIntArgument, boo
 
 def make_tensors(programs: Sequence[ExportedProgram]) -> None:
     """Makes tensors of the numbers that programs return at one place, where which one it is shows when a way is taken:
-    of the type of Python's that all have there."""
+    of the type of Python's that all have there, or pairs of values and types (see ``graph.captured.Number``)."""
     for rows in zip(*(read_outputs(program)[1][:-1] for program in programs), strict=False):
-        kind, *others = {type_of(*row) for row in rows}
+        types = [type(None) if _is_none(*row) else type_of(*row) for row in rows]
+        kinds = [kind for kind in types if kind is not None]
         shown = {_shown(value) for _, value in rows}
-        if kind is None or others or len(shown) == 1 and None not in shown:
+        if len(kinds) < len(types) or len(shown) == 1 and None not in shown:
             continue
-        for program, (spec, value) in zip(programs, rows, strict=True):
-            if _shown(value) is not None:
-                tensor = _insert_number(program, value, _DTYPES[kind])
-                values: list[Any] = list(program.graph.output_node().args[0])
-                values[program.graph_signature.output_specs.index(spec)] = tensor
-                spec.arg = _ARGUMENTS[kind](tensor.name)
-                program.graph.output_node().args = (tuple(values),)
+        mixed = len({*kinds}) > 1 or any(map(_is_pair, (value for _, value in rows)))
+        for program, kind, (spec, value) in zip(programs, kinds, rows, strict=True):
+            if mixed and not _is_pair(value):
+                _return(program, spec, _insert_pair(program, value, kind), float)
+            elif _shown(value) is not None:
+                _return(program, spec, _insert_number(program, value, _DTYPES[kind]), kind)
+
+
+def _return(program: ExportedProgram, spec: OutputSpec, tensor: fx.Node, kind: type) -> None:
+    """Returns a tensor for a number."""
+    values: list[Any] = list(program.graph.output_node().args[0])
+    values[program.graph_signature.output_specs.index(spec)] = tensor
+    spec.arg = _ARGUMENTS[kind](tensor.name)
+    program.graph.output_node().args = (tuple(values),)
+
+
+def _is_none(spec: OutputSpec, value: Any) -> bool:
+    return isinstance(spec.arg, ConstantArgument) and value is None
+
+
+def _is_pair(value: Any) -> bool:
+    """Whether what is returned for a number is its value and its type."""
+    return isinstance(value, fx.Node) and isinstance(x := value.meta["val"], torch.Tensor) and x.ndim > 0
+
+
+def _insert_pair(program: ExportedProgram, number: Any, kind: type) -> fx.Node:
+    """A number's value and its type."""
+    dtype = torch.float64
+    if _shown(number) is not None:
+        tensor = _insert_number(program, 0.0 if number is None else number, dtype)
+    else:
+        tensor = Emitter(number.next).cast(number, dtype)
+    emit = Emitter(tensor.next)
+    place = emit(torch.ops.aten.full.default, [], float(TYPES.index(kind)), dtype=dtype)
+    pair = emit(torch.ops.aten.stack.default, [tensor, place])
+    for node in (tensor, place, pair):
+        node.meta |= marks_of(last_result(program))
+    return pair
 
 
 def make_tensors_of_counts(program: ExportedProgram, numbers: Collection[sympy.Symbol]) -> None:

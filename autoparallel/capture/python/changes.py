@@ -12,7 +12,7 @@ from autoparallel._torch.tensors import storage_mark
 from autoparallel.capture.python.containers import leaves_of
 from autoparallel.capture.python.kinds_of_numbers import KINDS
 from autoparallel.capture.python.watched import may_leave
-from autoparallel.graph.captured import CaptureError, refusal
+from autoparallel.graph.captured import TYPES, CaptureError, refusal
 from autoparallel.graph.carried_attributes import may_be_carried
 from autoparallel.graph.labels import has_place
 from autoparallel.graph.python_state import MISSING, is_data, is_plain, is_same, shown
@@ -42,7 +42,8 @@ class Written:
     def may_stay(self) -> bool:
         """Whether a call can be given what stood there, and return that in the place of what it sets otherwise."""
         before = self.table.get(self.name, MISSING)
-        return all(map(may_be_carried, (before, self.value))) and _kind_of(before) is _kind_of(self.value)
+        kinds = {_kind_of(before), _kind_of(self.value)}
+        return all(map(may_be_carried, (before, self.value))) and (len(kinds) == 1 or kinds <= {*TYPES})
 
     @property
     def kind_before(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autoparallel import _torch
 from autoparallel.graph.python_state import OURS, is_installed, is_library
 
 KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
@@ -123,7 +124,9 @@ def _reduce(of_two: Any, original: Any, values: tuple[Any, ...], options: Mappin
 def _are_open(values: Sequence[Any]) -> bool:
     """Whether some numbers are known only when the program runs, at least one of them."""
     kinds = {*map(type, values)}
-    return len(values) > 1 and torch.SymFloat in kinds and kinds <= {torch.SymFloat, torch.SymInt, float, int}
+    if len(values) < 2 or not kinds <= {torch.SymFloat, torch.SymInt, float, int}:
+        return False
+    return torch.SymFloat in kinds or float in kinds and any(_torch.export.is_read(x) for x in values)
 
 
 def _len(value: Any, /) -> Any:

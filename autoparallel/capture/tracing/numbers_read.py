@@ -91,7 +91,7 @@ def _choose(of_two: Callable[..., Any], x: Any, y: Any) -> Any:
     trace = listening()
     if trace is None or not any(_torch.export.is_read(number, trace.numbers) for number in (x, y)):
         return of_two(x, y)
-    first, second = (torch.scalar_tensor(torch.sym_float(number), dtype=torch.float64) for number in (x, y))
+    first, second = (torch.scalar_tensor(number, dtype=torch.float64) for number in (x, y))
     is_second = second > first if of_two is torch.sym_max else second < first
     return torch.ops.aten.item.default(torch.where(is_second, second, first))
 

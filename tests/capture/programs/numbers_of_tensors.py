@@ -291,3 +291,21 @@ class OfAnEncoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         loss = F.cross_entropy(self.head(x), torch.zeros(x.shape[0], dtype=torch.int64))
         return loss * (1 - 2.718281828 ** -loss.item())
+
+
+@program(batch=signed, ranks=True, options={"outputs": "gather"})
+class TheTypeOfTheSmallerOne(Two):
+    """``min`` and ``max`` return one of two as it is: a whole number or a float."""
+
+    def forward(self, x: Tensor) -> tuple[Any, ...]:
+        h = self.a(x)
+        n, count = h.abs().max().item(), (h > 0).sum().item()
+        self.most = max(count, n, 3)
+        return self.b(h), min(1, n), -max(n, 2), min(n, 100.0, count), max(5.0, count), min(0, n * 2)
+
+
+@program(batch=signed, ranks=True, loss=lambda output: output["loss"])
+class TheTypeBesideALoss(Two):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = self.b(self.a(x))
+        return {"loss": h.square().mean(), "scale": min(1, h.norm().item())}

@@ -291,7 +291,7 @@ def beside_accumulation(run: Run) -> None:
         run.note_state(model)
 
 
-@program(batch=signed, refused="torch.where")
+@program(batch=signed, ranks=True)
 class SetsWhatWasNothing(Two):
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ class SetsWhatWasNothing(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        if h.sum() > 0:  # refused
+        if h.sum() > 0:
             self.last = 1.0
         return self.b(h)
 
@@ -318,6 +318,59 @@ class AppendsOnOneWay(Two):
 
 
 @program(batch=signed, refused="torch.where")
+class SetsATensorThatWasNothing(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if h.sum() > 0:  # refused
+            self.last = h.detach()
+        return self.b(h)
+
+
+@program(batch=signed)
+class CountsOrSetsAFraction(Two):
+    """An int on one way, a float on the other, a bool, and None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate: float = 0
+        self.flag: Any = 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        h = self.a(x)
+        if h.sum() > 0:
+            self.rate += 1
+            return self.b(h), None
+        self.rate, self.flag = 0.5, True
+        return self.b(h), h.abs().max().item()
+
+
+@loop(ranks=True)
+def from_zero(run: Run) -> None:
+    """The best begins with a whole number, in an attribute and in a dict."""
+
+    class Best(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.best, self.stats = 0, {"most": 0, "calls": 0}
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.b(self.a(x))
+            n = h.square().mean().item()
+            if n > self.best:
+                self.best = n
+            if n > self.stats["most"]:
+                self.stats["most"] = n
+                self.stats["calls"] += 1
+            return h * (1 + self.best)
+
+    over_lengths(run, Best(), (6,) * 5)
+
+
+@program(batch=signed, ranks=True)
 class SetsAFloatThatWasAnInt(Two):
     def __init__(self) -> None:
         super().__init__()
@@ -326,6 +379,6 @@ class SetsAFloatThatWasAnInt(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
         n = h.abs().mean().item()
-        if n > self.best:  # refused
+        if n > self.best:
             self.best = n
         return self.b(h)
