@@ -42,7 +42,7 @@ from autoparallel.capture.python.globals_read import (
     read_of_loss,
 )
 from autoparallel.capture.python.journals import JournalReadError
-from autoparallel.capture.refusals.failures import explain_failure, is_raised_by_model, place_of
+from autoparallel.capture.refusals.failures import error_of_call, explain_failure, is_raised_by_model, place_of
 from autoparallel.capture.refusals.refusals import (
     INSTEAD_OF_WAYS,
     require_gradients_of_parameters,
@@ -450,9 +450,9 @@ class Attempt:
                 # It speaks of sizes, not of symbols.
                 same_mode = self.settings.training in (None, self.model.training)
                 raised = failed if same_mode and not asks and is_raised_by_model(failed) else None
-                raise FailsUntraced(
-                    explain_failure(failed, whole.model, whole.findings.has_outputs), raised
-                ) from failed
+                of_model = whole.model, whole.findings.has_outputs
+                raised = raised or error_of_call(failed, *of_model)
+                raise FailsUntraced(explain_failure(failed, *of_model), raised) from failed
         for recorder in self.copies.recorders:
             reads.require_others(recorder.changed())
         states = whole.recorder.state(), reads.state(), self.copies.closures.state(), self._attributes.state()

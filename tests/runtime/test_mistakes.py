@@ -32,6 +32,19 @@ def compiled(model: nn.Module | None = None, loss_fn: Any = F.cross_entropy, **o
     return autoparallel.compile(model or nn.Sequential(nn.Linear(6, 4), nn.ReLU()), loss_fn=loss_fn, **options)
 
 
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 3)
+
+    def encode(self, x: Tensor, scale: float) -> Tensor:
+        return self.out(x) * scale
+
+
+def methods() -> Any:
+    return autoparallel.compile(Halves(), forward_methods=("encode",))
+
+
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "too wide": (lambda: compiled()(torch.ones(8, 7), Y), "Sequential cannot be captured at 0, a Linear\n"),
     "a target of another size": (lambda: compiled()(X, Y[:4]), "cannot be captured at its loss function\n"),
@@ -39,9 +52,20 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: compiled(loss_fn=lambda out, y: int(F.cross_entropy(out, y)))(X, Y),
         "cannot be captured at its loss function, ",
     ),
-    "no loss": (lambda: compiled(loss_fn=None)(X, Y), "cannot be captured at its call\nTypeError: .*compile(loss_fn="),
+    "no loss": (lambda: compiled(loss_fn=None)(X, Y), "TypeError: Sequential.forward() takes .*compile(loss_fn="),
     "a target by name": (lambda: compiled()(X, target=Y), "a target comes last, by its position"),
-    "more than it takes": (lambda: compiled()(X, X, X, Y), "called with input [8, 6] float32, argument 2 [8, 6]"),
+    "more than it takes": (
+        lambda: compiled()(X, X, X, Y),
+        "TypeError: Sequential.forward() takes .*give it what it takes",
+    ),
+    "less than it takes": (
+        lambda: compiled(nn.Bilinear(6, 6, 3), loss_fn=None)(X),
+        "TypeError: Bilinear.forward() missing 1 required positional argument: .*give it what it takes",
+    ),
+    "a method of more": (
+        lambda: methods().encode(X),
+        "TypeError: Halves.encode() missing 1 required positional argument",
+    ),
     "a list": (lambda: compiled()(X.tolist(), Y), "It was called with input, a list, the target [8] int64."),
     "None": (lambda: compiled()(None, Y), "It was called with input None, the target [8] int64."),
     "module": (lambda: compiled().module, "model.module is the model itself"),

@@ -209,8 +209,8 @@ class Recorder:
                 f"{self._trained[label]} is a parameter or trained, but it is not among the model's parameters; it is "
                 "read",
                 line_of_frame(sys._getframe(3)),
-                "move it into the model and register it there (nn.Parameter, nn.ParameterList, nn.ModuleList), or keep "
-                "a plain tensor (detach())",
+                "move it into the model and register it there (nn.Parameter, nn.ParameterList, nn.ParameterDict, "
+                "nn.ModuleList), or keep a plain tensor (detach())",
             )
         elif isinstance(getattr(value, "__self__", None), GENERATORS):
             self._refusal = refused_draw(

@@ -166,6 +166,27 @@ _SYMPTOMS = (
 """What is looked for in an error, one after the other; the last one is what every error shows."""
 
 
+def error_of_call(error: Exception, model: nn.Module, in_loss: bool) -> TypeError | None:
+    """What Python says, with a cure, of a call whose arguments the model does not take; None for other errors.
+
+    Args:
+        model, in_loss: as of :func:`explain_failure`.
+    """
+    text = str(error)
+    is_inside = (
+        in_loss or _own_frames(traceback.extract_tb(error.__traceback__)) or _inner_of(error, model) is not model
+    )
+    if type(error) is not TypeError or is_inside or not _MISCALLED.match(text):
+        return None
+    return TypeError(f"{text}\nWhat to change: {_CALL}.")
+
+
+def _inner_of(error: Exception, model: nn.Module) -> nn.Module:
+    """The innermost module of a model that has raised an error."""
+    parts = {id(module) for module in model.modules()}
+    return next((module for module in _modules_of(error) if id(module) in parts), model)
+
+
 def explain_failure(error: Exception, model: nn.Module, in_loss: bool) -> str:
     """What a model or its loss function does that cannot be traced, with its line, or else its module, and a cure.
 
@@ -176,7 +197,7 @@ def explain_failure(error: Exception, model: nn.Module, in_loss: bool) -> str:
     own_frames = _own_frames(traceback.extract_tb(error.__traceback__))
     modules = list(_modules_of(error))
     paths = {id(module): path for path, module in model.named_modules()}
-    inner = next((module for module in modules if id(module) in paths), model)
+    inner = _inner_of(error, model)
     where = "its loss function" if in_loss else f"{paths[id(inner)] or 'its call'}, a {type(inner).__name__}"
     if own_frames:
         last = own_frames[-1]
@@ -185,7 +206,7 @@ def explain_failure(error: Exception, model: nn.Module, in_loss: bool) -> str:
     kind, text = type(error).__name__, str(error).strip()
     if _BY_VALUE.search(f"{kind}: {text}"):
         what, cure = _explain_value(error, modules, own_frames[-1].line or "" if own_frames else "")
-    elif kind == "TypeError" and not in_loss and not own_frames and inner is model and _MISCALLED.search(text):
+    elif error_of_call(error, model, in_loss) is not None:
         where, what, cure = "its call", f"{kind}: {text}", _CALL
     else:
         what, cure = _explain_symptom(kind, text, model)
@@ -224,9 +245,9 @@ _OF_TORCH = {
 """What to do instead of modules of torch whose Python depends on values, by the name of the class."""
 
 _BY_VALUE = re.compile(r"^\w*DataDependent|^\w*DynamicOutput|data-dependent|Could not guard")
-_MISCALLED = re.compile(r"forward\(\) (takes|got|missing) ")
+_MISCALLED = re.compile(r"[\w.]+\(\) (takes|got|missing) ")
 _CALL = (
-    "give it what its forward takes; a target comes last, by its position, and is for the loss function that "
+    "give it what it takes; a target comes last, by its position, and is for the loss function that "
     "compile(loss_fn=...) has been given"
 )
 
