@@ -1,12 +1,13 @@
 """What decides about gradients and values beside operators, made visible to a trace.
 
 - ``trace``: what one trace notes; ``tracing`` has torch's functions note it.
-- ``functions``: ``autograd.Function``; ``backward_hooks``: those of tensors and modules.
+- ``functions``: ``autograd.Function``; ``copied_checkpoints``: those that run modules again; ``backward_hooks``: those of tensors and modules.
 - ``attention_kernels``: those that a model lets attention run on.
+- ``open_places``: parts of tensors at places that values tell.
 - ``positions``: those that count up, of which transformers asks the values; ``spans``: what it masks at random.
 - ``checks``: those of values that only raise, left out; ``texts``: those of values, which are read or ``messages``;
-  ``errors``: who catches what is
-  raised; ``sources``: what stands in the source around an instruction; ``collectives``: what a model sends itself;
+  ``errors``: who catches what is raised; ``sources``: what stands in the source around an instruction;
+  ``collectives``: what a model sends itself;
   ``drawn_numbers`` and ``drawn_scalars``: what is drawn one by one; ``seeding``: generators that a model sets;
   ``tensor_attributes``: what the user has set on tensors; ``values_read``: what torch's own functions read of values;
   ``open_numbers``: functions of torch that fix numbers, composed of those that do not;

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoparallel import _torch
 from autoparallel._torch.tensors import storage_mark
 from autoparallel.capture.tracing.collectives import CURE as COLLECTIVES_CURE
+from autoparallel.capture.tracing.copied_checkpoints import Given, is_copied_checkpoint
 from autoparallel.capture.tracing.trace import CURRENT, Trace, fresh, listening, refuse, register, with_results
 from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.lines import line_of
@@ -191,12 +192,24 @@ def _checkpoint(trace: Trace, run: Callable[..., Any], preserve: Any, *args: Any
         trace.end_region()
 
 
+def _copied_checkpoint(trace: Trace, run: Callable[..., Any], length: int, *args: Any) -> Any:
+    """One that differentiates what the function is given, and the parameters that the checkpoint is, alone."""
+
+    def run_given(*tensors: Any) -> Any:
+        with Given(args):
+            return run(*tensors[:length])
+
+    return _checkpoint(trace, run_given, None, *args)
+
+
 def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     trace = listening()
     if trace is None or _torch.autograd.is_transforming():
         return _apply(cls)(*args, **kwargs)
     if cls is torch.utils.checkpoint.CheckpointFunction:
         return _checkpoint(trace, *args)
+    if is_copied_checkpoint(cls):
+        return _copied_checkpoint(trace, *args)
     if cls is _torch.autograd.NoopSaveInputs:
         with trace.silent(), _torch.export.unwatched():
             return torch.empty(0, requires_grad=True).view(0)  # where nothing is differentiated, there is no region
