@@ -1,8 +1,8 @@
 """Checkpointing that a repository has written itself, as an ``autograd.Function`` that runs modules again.
 
 UNets of diffusion models do, since guided-diffusion: ``CheckpointFunction.apply(run, count, *inputs, *parameters)``,
-with how many inputs there are. What a Function's Python does cannot be told in general, so these are known by their source:
-it is the same, but for the name that it has for torch.
+with how many inputs there are. What a Function's Python does cannot be told in general, so these are known by their
+source: it is the same, but for the name that it has for torch.
 """
 
 from __future__ import annotations
