@@ -7,7 +7,7 @@ from autoparallel.comm.traffic import Traffic, count_traffic
 from autoparallel.comm.waiting import RankMismatchError
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.errors import CaptureError
 from autoparallel.plan import Plan
 from autoparallel.planner.request.presets import Preset
 from autoparallel.rules import RuleError, register_rule

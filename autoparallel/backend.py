@@ -28,7 +28,8 @@ from autoparallel.compiler import Compiler, Settings
 from autoparallel.decisions.parameters import PlanError, matching
 from autoparallel.dynamo import GraphModel, Piece, find_graph_break
 from autoparallel.graph.calls import Call
-from autoparallel.graph.captured import CaptureError, InputSpec
+from autoparallel.graph.captured import InputSpec
+from autoparallel.graph.errors import CaptureError
 from autoparallel.hardware import Profile
 from autoparallel.plan import Plan
 from autoparallel.planner.request.pins import Pins, parse_pins

@@ -18,9 +18,10 @@ from autoparallel.data import from_json, to_json
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.calls import Call, sizes_of
-from autoparallel.graph.captured import Captured, CaptureError, InputSpec
+from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.graph.carried_attributes import computed_attributes
 from autoparallel.graph.changed_arguments import shown_changes
+from autoparallel.graph.errors import CaptureError
 from autoparallel.graph.garbage import FEW, collected_rarely
 from autoparallel.passes.sort_calls import sort_calls
 from autoparallel.placements import Invariant, format_layout, parse_layout

@@ -64,7 +64,7 @@ def leave_only_loss(captured: Captured) -> None:
     """Detaches what a pipeline does not differentiate: everything but its loss."""
     loss = captured.objective
     if loss is not None and not captured.flows_from_loss_alone:
-        findings = run_passes(leaving_passes(len(captured.mutated_buffers), loss), captured.module)
+        findings = run_passes(leaving_passes(len(captured.mutated), loss), captured.module)
         captured.detached = [*captured.detached, *findings[Detached].outputs]
         captured.flowing = [loss]
 
@@ -75,7 +75,7 @@ def leave_out_logits(captured: Captured) -> None:
         return
     output = captured.graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    needed = {*range(len(captured.mutated_buffers)), captured.loss, captured.weight_output, *captured.written.values()}
+    needed = {*range(len(captured.mutated)), captured.loss, captured.weight_output, *captured.written.values()}
     logits = {x for head in find_heads(captured.graph, alone=False) for x in (head.product, *head.between)}
     for node in captured.graph.nodes:
         if node.target not in LOSSES and is_tensor(node) and logits.intersection(node.all_input_nodes):

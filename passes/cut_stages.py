@@ -89,7 +89,7 @@ def staged_nodes(captured: Captured) -> list[fx.Node]:
 
     Those that depend on both a parameter and an input, or on a buffer that the graph changes.
     """
-    changed = {name for name, path in captured.buffers.items() if path in captured.mutated_buffers}
+    changed = {name for name, path in captured.buffers.items() if path in captured.mutated}
     inputs = {name for name in captured.inputs if name is not None}
     depends: dict[fx.Node, tuple[bool, bool, bool]] = {}
     staged: list[fx.Node] = []
@@ -170,7 +170,7 @@ class _Cutter:
         self.order = {node: i for i, node in enumerate(captured.graph.nodes)}
         self.results = captured.results
         self._require_buffers_together()
-        buffers = len(captured.mutated_buffers)
+        buffers = len(captured.mutated)
         last = count - 1
         loss = captured.objective
         home = last if loss is None else stages.get(self.results[loss], last)
@@ -184,7 +184,7 @@ class _Cutter:
 
     def _require_buffers_together(self) -> None:
         for name, node in self.captured.placeholders.items():
-            if self.captured.buffers.get(name) in self.captured.mutated_buffers:
+            if self.captured.buffers.get(name) in self.captured.mutated:
                 users = {self.stages[user]: user for user in node.users if user in self.stages}
                 if len(users) > 1:
                     where = ", ".join(user.meta["key"] for user in users.values())
@@ -272,13 +272,13 @@ class _Cutter:
         numbers = self.produced.get(stage, [])
         values = [copies[self.results[i]] for i in numbers] + [copies[names[c.name]] for c in outgoing]
         graph.output(tuple(values)).meta = dict(self.captured.graph.output_node().meta)
-        buffers = [i for i in numbers if i < len(self.captured.mutated_buffers)]
+        buffers = [i for i in numbers if i < len(self.captured.mutated)]
         present = {node.name for node in copies if node.op == "placeholder"}
         whole = self.captured
         captured = replace(
             whole.part(graph),
             inputs=[n if n in present else None for n in whole.inputs] + [c.name for c in incoming],
-            mutated_buffers=[whole.mutated_buffers[i] for i in buffers],
+            mutated=[whole.mutated[i] for i in buffers],
             outputs=[],
             loss=None,
             flowing=[],

@@ -172,7 +172,7 @@ class _Tensors(dict[fx.Node, fx.Node]):
         self.choices = choices
 
     def returned(self, emit: Emitter, number: fx.Node) -> fx.Node:
-        """What is returned for a number: where its type follows from values, a pair (see ``graph.captured.Number``)."""
+        """What is returned for a number: where its type follows from values, a pair (see ``graph.leaves.Number``)."""
         value = self[number]
         whole = self._is_whole(emit, number, emit.value(value).device)
         if not isinstance(number.meta["val"], torch.SymFloat) or whole is False:

@@ -98,7 +98,7 @@ def follow_results(captured: Captured, specs: Sequence[Any], statistics: Collect
         specs: the inputs of a call.
         statistics: the buffers of batch norms, which take the statistics of a microbatch.
     """
-    changed = captured.mutated_buffers
+    changed = captured.mutated
     left = {i for i, path in enumerate(changed) if path in statistics} | {captured.objective, captured.weight_output}
     results = {i: node for i, node in enumerate(captured.results) if i not in left}
     names = zip(captured.inputs, specs, strict=True)

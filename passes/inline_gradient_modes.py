@@ -39,7 +39,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import has_composition, make_fake_mode, wrap_with_set_grad_enabled
-from autoparallel.graph.captured import refusal
+from autoparallel.graph.errors import refusal
 from autoparallel.graph.lines import line_of, marks_of
 from autoparallel.operators.changed_parameters import with_value
 from autoparallel.passes.mark_gradients import is_continuous, stops_gradient

@@ -20,7 +20,7 @@ from typing import cast
 import torch
 from torch import fx
 
-from autoparallel.graph.captured import refusal
+from autoparallel.graph.errors import refusal
 from autoparallel.graph.lines import line_of
 from autoparallel.operators.composite_random import COMPOSITES
 from autoparallel.operators.torch_random import BASIC, Draw, silent

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel.graph.captured import refusal
+from autoparallel.graph.errors import refusal
 from autoparallel.graph.lines import line_of
 from autoparallel.operators.control_flow import RUNS, control_operator
 from autoparallel.operators.flex import flex_operator, is_flex

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from autoparallel.graph.captured import refusal
+from autoparallel.graph.errors import refusal
 from autoparallel.graph.lines import line_of, marks_of
 from autoparallel.operators.opaque import (
     CALL,

@@ -30,7 +30,7 @@ from autoparallel.passes.name_nodes import name_nodes
 
 def sort_calls(captured: Captured) -> Captured:
     """The capture with its graph in that order; its buffers are changed in the order of their names."""
-    graph, output, changed = captured.graph, captured.graph.output_node(), captured.mutated_buffers
+    graph, output, changed = captured.graph, captured.graph.output_node(), captured.mutated
     order = [*sorted(range(len(changed)), key=changed.__getitem__), *range(len(changed), len(captured.results))]
     output.args = (tuple([captured.results[i] for i in order]),)
     for node in _as_read(graph):
@@ -46,7 +46,7 @@ def sort_calls(captured: Captured) -> Captured:
         parameters={name: captured.parameters[name] for name in names if name in captured.parameters},
         buffers={name: captured.buffers[name] for name in names if name in captured.buffers},
         constants={name: captured.constants[name] for name in names if name in captured.constants},
-        mutated_buffers=[changed[i] for i in order[: len(changed)]],
+        mutated=[changed[i] for i in order[: len(changed)]],
         mixed={place: captured.mixed[i] for place, i in enumerate(order) if i in captured.mixed},
         runs=find_runs(graph),
     )

@@ -23,7 +23,8 @@ from autoparallel.capture import capture as capture_module
 from autoparallel.capture.attempt import CaptureSettings
 from autoparallel.capture.capture import capture
 from autoparallel.graph.calls import closed
-from autoparallel.graph.captured import Captured, CaptureError, describe_inputs
+from autoparallel.graph.captured import Captured, describe_inputs
+from autoparallel.graph.errors import CaptureError
 from autoparallel.graph.sizes import Sizes
 from tests import captures
 from tests.distributed import run_distributed
@@ -370,9 +371,9 @@ def test_a_tied_weight_has_one_placeholder() -> None:
 
 def test_changed_buffers_come_first_among_the_outputs() -> None:
     result = captured(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.rand(8, 4))
-    assert sorted(result.mutated_buffers) == ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
+    assert sorted(result.mutated) == ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
     assert result.outputs == [3]
-    assert not captured(nn.Sequential(nn.BatchNorm1d(4)), torch.rand(8, 4), training=False).mutated_buffers
+    assert not captured(nn.Sequential(nn.BatchNorm1d(4)), torch.rand(8, 4), training=False).mutated
 
 
 class _Dictionary(nn.Module):

@@ -115,7 +115,7 @@ def _require_same(a: Captured, b: Captured) -> None:
     assert _text(a) == _text(b)
     assert [run.members for run in a.runs] == [run.members for run in b.runs]
     assert list(a.parameters.values()) == list(b.parameters.values())
-    assert a.mutated_buffers == b.mutated_buffers
+    assert a.mutated == b.mutated
 
 
 def test_the_graph_is_that_of_the_whole_trace(stacks: list[list[Stack]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,9 +57,10 @@ from autoparallel.capture.tracing.tracing import everything_seen
 from autoparallel.capture.training import Training
 from autoparallel.capture.user_warnings import only_the_users
 from autoparallel.graph.beside import beside_in, take_apart
-from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, refused_draw
+from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.graph.carried_attributes import ELEMENTS, ChangesAttributesError
 from autoparallel.graph.drawn_numbers import CHECKS, RANDOM, TORCH
+from autoparallel.graph.errors import CaptureError, FailsUntraced, refused_draw
 from autoparallel.graph.hooks import HookTemplate, require_full_hooks
 from autoparallel.graph.layers import find_runs, is_checkpointed, layer_of
 from autoparallel.graph.lines import first_line, line_of

@@ -19,9 +19,10 @@ from autoparallel.capture.attempt import Attempt, CaptureSettings
 from autoparallel.capture.fake_inputs import scale_of, traced_shape
 from autoparallel.graph.beside import beside_in, method_of, take_apart
 from autoparallel.graph.calls import closed, fits, without_numbers
-from autoparallel.graph.captured import Captured, CaptureError, FailsUntraced, InputSpec, NumberSpec
+from autoparallel.graph.captured import Captured, InputSpec, NumberSpec
 from autoparallel.graph.carried_attributes import ChangesAttributesError
 from autoparallel.graph.drawn_numbers import DrawsNumbersError
+from autoparallel.graph.errors import CaptureError, FailsUntraced
 from autoparallel.graph.garbage import MANY, collected_rarely, count_as_old
 from autoparallel.passes.follow_batch import follow_results, weight_of_rows
 
@@ -108,7 +109,7 @@ def _capture(
             captured.pinned = _pinned_numbers(captured, specs, in_spec)
             captured.weight = weight_of_rows(captured, specs)
             norms = [name for name, module in model.named_modules() if isinstance(module, _torch.nn.BatchNorm)]
-            statistics = [path for path in captured.mutated_buffers if path.rpartition(".")[0] in norms]
+            statistics = [path for path in captured.mutated if path.rpartition(".")[0] in norms]
             follow_results(captured, specs, statistics)
             return captured
     assert failed is not None  # the last attempt has no symbols that could differ from the call

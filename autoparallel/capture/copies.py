@@ -19,7 +19,7 @@ from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.refusals import require_dense, uncopied
 from autoparallel.capture.training import Training
 from autoparallel.graph.beside import method_of, take_apart
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.errors import CaptureError
 from autoparallel.graph.plain_tensors import (
     LOSS,
     REPLACED,

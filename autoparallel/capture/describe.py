@@ -33,18 +33,9 @@ from autoparallel.capture.refusals.refusals import (
 )
 from autoparallel.capture.tracing.checks import CHECK
 from autoparallel.capture.training import Findings
-from autoparallel.graph.captured import (
-    Captured,
-    CaptureError,
-    Constant,
-    InputSpec,
-    Leaf,
-    Number,
-    NumberSpec,
-    Size,
-    SizeGuard,
-    refusal,
-)
+from autoparallel.graph.captured import Captured, InputSpec, NumberSpec, SizeGuard
+from autoparallel.graph.errors import CaptureError, refusal
+from autoparallel.graph.leaves import Constant, Leaf, Number, Size
 from autoparallel.graph.lines import line_of
 from autoparallel.operators.changed_parameters import with_value
 from autoparallel.passes.mark_gradients import Detached

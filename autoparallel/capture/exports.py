@@ -20,7 +20,7 @@ from autoparallel.capture.tracing.trace import Trace
 from autoparallel.capture.tracing.tracing import everything_seen
 from autoparallel.capture.training import Training
 from autoparallel.graph.beside import take_apart
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.errors import CaptureError
 from autoparallel.passes.defer_numbers import defer_numbers
 from autoparallel.passes.replace_random_operators import Draws
 from autoparallel.passes.runner import run_passes

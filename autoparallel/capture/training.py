@@ -24,8 +24,8 @@ from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
 from autoparallel.capture.tracing.trace import Question, listening
 from autoparallel.graph.beside import method_of, take_apart
 from autoparallel.graph.caches import caches_in, release, tensors_in
-from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.changed_arguments import ARGUMENTS, describe_changes, note_containers
+from autoparallel.graph.errors import CaptureError
 from autoparallel.graph.nesting import flatten_results, map_tensors
 from autoparallel.graph.python_state import is_plain
 

@@ -1,6 +1,7 @@
 """A captured graph and a call of it, as data.  May import ``operators``, ``comm``, ``placements`` and ``_torch``.
 
 - ``captured``: what is captured of a model: its graph, and the inputs that it is for.
+- ``errors``: what cannot be captured, and how that is said; ``leaves``: those of a call's output.
 - ``losses``: which output is the loss, and what it weighs.
 - ``calls``: one call of the model, its sizes and its microbatches; ``sizes`` are those of tensors in it.
 - ``layers``: the layers of a graph, and the runs of those that are alike.

@@ -15,126 +15,12 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.comm.current import Current
 from autoparallel.graph.caches import HeldCache
 from autoparallel.graph.layers import Run
+from autoparallel.graph.leaves import Leaf, Number, Size
 from autoparallel.graph.losses import LossWeight, is_loss
 from autoparallel.graph.python_state import PythonState
 from autoparallel.placements import Invariant, Layout
-
-RAISED: Current[list[Exception] | None] = Current(None)
-"""The errors that a model's run has met and the plain model would not; None where it is not looked at."""
-
-
-def note_raised(error: Exception) -> None:
-    """Notes an error that only a trace meets: a model that catches it goes a way of its own from there."""
-    if RAISED.value is not None:
-        RAISED.value.append(error)
-
-
-class CaptureError(RuntimeError):
-    """The model cannot be captured as one graph; the message names the line and says what to change."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        note_raised(self)
-
-
-class ReadAgainError(CaptureError):
-    """A call depends on more than it is given: it is read again with that, and captured again."""
-
-    def __init__(self, text: str) -> None:
-        RuntimeError.__init__(self, text)  # the call goes on: it has met no error
-
-
-class FailsUntraced(CaptureError):
-    """The model fails in the same line without a trace, where no size is open.
-
-    Attributes:
-        raised_by_model: what the model itself raises (``raise ValueError(...)``), as the plain one does for the same
-            call; None where that is not known.
-    """
-
-    def __init__(self, text: str, raised_by_model: Exception | None) -> None:
-        super().__init__(text)
-        self.raised_by_model = raised_by_model
-
-
-def refusal(what: str, line: str, cure: str) -> CaptureError:
-    """What a model does that no program can have.
-
-    Args:
-        what: the model does.
-        line: at which it does that.
-        cure: what to change in the model.
-    """
-    return CaptureError(f"{what} at {line}\nWhat to change: {cure}.")
-
-
-def refused_draw(generators: str, line: str, threads: Sequence[str] = ()) -> CaptureError:
-    """Why a draw cannot be traced, and what to change.
-
-    Args:
-        threads: the names of others that may have drawn.
-    """
-    other = f" Where it is {' or '.join(threads)}, another thread, that draws: start it after the first call."
-    return CaptureError(
-        f"the model draws from {generators} at {line}: a trace would hold one draw for ever\n"
-        "What to change: draw single numbers with random.random(), random.choice(), random.randint() or "
-        "np.random.uniform(), by which a model may decide, and others with torch (torch.rand, torch.bernoulli, "
-        "torch.randint, and torch.where); or draw outside of the model and pass the numbers in as a tensor."
-        f"{other * bool(threads)}"
-    )
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A leaf of the output that is no tensor."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Size:
-    """A leaf of the output that is a size, or a number or a truth value made of sizes, as an expression of symbols."""
-
-    expression: sympy.Basic
-    kind: type = int
-
-
-@dataclass(frozen=True)
-class Number:
-    """A leaf of the output that is the value of a tensor of no dims, by its index among the graph's outputs.
-
-    Where its type follows from values, too (``min(1, n)`` is 1 or a float), the tensor is a pair: the value, exact up
-    to 2**53, and the number of the type among ``TYPES``.
-    """
-
-    index: int
-    kind: type
-
-
-TYPES: tuple[type, ...] = (float, int, bool, type(None))
-"""What a number may be whose type follows from values."""
-
-Leaf = int | Constant | Size | Number
-"""One leaf of the output; a tensor as its index among the graph's outputs."""
-
-
-def leaf_value(leaf: Leaf, results: Sequence[Any], sizes: Mapping[Any, int | float]) -> Any:
-    """One leaf of a call's output, from the graph's outputs and the values of the traced symbols."""
-    if isinstance(leaf, Constant):
-        return leaf.value
-    if isinstance(leaf, Number):
-        value = results[leaf.index]
-        if not isinstance(value, torch.Tensor):  # what a call does not keep says so
-            return value
-        if not value.ndim:
-            return leaf.kind(value)
-        number, place = value.tolist()
-        kind = TYPES[int(place)]
-        return None if kind is type(None) else kind(number)
-    return leaf.kind(_torch.numbers.evaluator(leaf.expression)(sizes)) if isinstance(leaf, Size) else results[leaf]
 
 
 @dataclass
@@ -143,11 +29,11 @@ class Captured:
 
     Attributes:
         module: the graph; its placeholders are parameters, buffers, constants and inputs, its output a flat tuple:
-            first the new values of mutated buffers, then the model's outputs.
+            first the new values of mutated buffers and parameters, then the model's outputs.
         parameters, buffers: placeholder name to the name in the model (one name for a tied weight).
         constants: placeholder name to the tensor.
         inputs: for each leaf of the call's inputs, the placeholder's name, or None where the graph ignores it.
-        mutated_buffers: the names of the buffers that the first outputs are new values of.
+        mutated: the names of the buffers and parameters that the first outputs are new values of.
         outputs: for each leaf of the model's output, the index among the graph's outputs, or what it is instead.
         output_spec: how the outputs nest.
         loss: the index (among the graph's outputs) of the loss, where it is known (see ``capture.functional.outputs``).
@@ -188,7 +74,7 @@ class Captured:
     buffers: dict[str, str]
     constants: dict[str, torch.Tensor]
     inputs: list[str | None]
-    mutated_buffers: list[str]
+    mutated: list[str]
     outputs: list[Leaf]
     output_spec: pytree.TreeSpec
     loss: int | None = None
@@ -256,7 +142,7 @@ class Captured:
             axes: the number of mesh axes.
         """
         invariant: Layout = (Invariant,) * axes
-        buffers = len(self.mutated_buffers)
+        buffers = len(self.mutated)
         layouts: list[Layout | None] = []
         numbers = (leaf.index for leaf in self._leaves if isinstance(leaf, Number))
         ends = {*self.written.values(), *numbers}
@@ -273,7 +159,7 @@ class Captured:
 
     @property
     def results(self) -> list[fx.Node]:
-        """The graph's outputs: first the new values of mutated buffers, then the model's outputs."""
+        """The graph's outputs: first the new values of mutated buffers and parameters, then the model's outputs."""
         return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     @property
@@ -370,12 +256,12 @@ class Captured:
     @property
     def changed_parameters(self) -> frozenset[str]:
         """The parameters that a call changes in place."""
-        return frozenset(self.mutated_buffers) & frozenset(self.parameters.values())
+        return frozenset(self.mutated) & frozenset(self.parameters.values())
 
     @property
     def saved_buffers(self) -> frozenset[str]:
         """The buffers that a call changes although the backward may need what they were."""
-        changed = set(self.mutated_buffers) - self.rebound
+        changed = set(self.mutated) - self.rebound
         return frozenset(
             self.buffers[name]
             for name, node in self.placeholders.items()

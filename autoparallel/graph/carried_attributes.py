@@ -18,9 +18,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.graph.captured import Captured, InputSpec, Number, ReadAgainError
+from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.graph.changed_arguments import ENTRIES
+from autoparallel.graph.errors import ReadAgainError
 from autoparallel.graph.labels import is_entry, split_entry
+from autoparallel.graph.leaves import Number
 from autoparallel.graph.python_state import is_plain
 from autoparallel.graph.records import is_held
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.tensors import storage_mark
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.errors import CaptureError
 from autoparallel.graph.python_state import is_plain, is_same
 from autoparallel.graph.records import attributes_of, fields_of
 

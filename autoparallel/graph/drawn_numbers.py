@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from autoparallel.graph.captured import CaptureError, NumberSpec, ReadAgainError
+from autoparallel.graph.captured import NumberSpec
+from autoparallel.graph.errors import CaptureError, ReadAgainError
 from autoparallel.operators.random import RandomState, number_alone
 
 RANDOM, NUMPY, TORCH = "Python's random", "numpy.random", "torch.rand([])"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoparallel._torch.nn import is_tracker, modules
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.errors import CaptureError
 from autoparallel.graph.python_state import Same
 from autoparallel.operators.opaque import Arguments, Unsupported, fill_template
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoparallel.graph.caches import grows, hold
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.errors import CaptureError
 from autoparallel.graph.records import is_held, register_records
 
 

@@ -174,9 +174,9 @@ def differing(captured: Captured, call: Call, count: int) -> str:
     if computed := computed_attributes(captured):
         line = next((line for name in computed if (line := captured.set_at.get(name))), "")
         return f"it {shown_changes(computed)}{f', at {line}' * bool(line)}"
-    if captured.mutated_buffers:
+    if captured.mutated:
         place = line_of(captured.results[0])
-        return f"it would change the buffer {captured.mutated_buffers[0]} once in each microbatch, as made at {place}"
+        return f"it would change the buffer {captured.mutated[0]} once in each microbatch, as made at {place}"
     return captured.weight.mixes if captured.weight is not None else ""
 
 

@@ -60,7 +60,7 @@ class PlanCache:
             call.layouts, call.batch, call.with_target, call.training, call.trainable, call.gradients,
             [spec for spec in call.specs if isinstance(spec, InputSpec)],
             captured.parameters, captured.buffers, {name: _show(x) for name, x in captured.constants.items()},
-            captured.inputs, captured.mutated_buffers, captured.loss, captured.flowing, captured.detached,
+            captured.inputs, captured.mutated, captured.loss, captured.flowing, captured.detached,
             captured.weight, captured.rest_dtypes, captured.draws, captured.numbers, sorted(captured.written.items()),
             *(sorted(map(repr, each)) for each in sets), *_lines(captured.module),
         )  # fmt: skip

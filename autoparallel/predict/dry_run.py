@@ -170,7 +170,7 @@ class _DryRank:
         leaves = [None if name is None else self.values[name] for name in captured.inputs]
         buffers = {path: self.values[name] for name, path in captured.buffers.items()}
         with self.ledger.holding(ACTIVATIONS):
-            return self.runner(leaves, buffers, held)[len(captured.mutated_buffers) :]
+            return self.runner(leaves, buffers, held)[len(captured.mutated) :]
 
     def placeholders(self) -> dict[str, Any]:
         """Buffers, constants and inputs, by placeholder."""

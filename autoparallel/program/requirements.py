@@ -32,7 +32,7 @@ _ONE_MICROBATCH = "use one microbatch, which takes a mesh without an axis 'pp'"
 
 def kept_outputs(captured: Captured, outputs: str) -> list[int]:
     """The model's outputs that a pipeline keeps, with what the loss weighs, by their number among the results."""
-    first = len(captured.mutated_buffers)
+    first = len(captured.mutated)
     every = captured.objective is None or outputs == "gather"
     numbers = [i for i in range(first, len(captured.results)) if i not in captured.left_out]
     return [i for i in numbers if every or i in (captured.objective, captured.weight_output)]
@@ -76,7 +76,7 @@ def why_whole(captured: Captured, outputs: str) -> str:
                 f"an output of the model ({key}) is not what microbatches make: {captured.mixed[i]}. Compute it of "
                 "what the model returns, or leave it out (outputs='auto' beside a loss)"
             )
-    for i, path in enumerate(captured.mutated_buffers):
+    for i, path in enumerate(captured.mutated):
         if path in captured.changed_parameters:
             return (
                 f"microbatches would change the parameter {path} once each, at {line_of(captured.results[i])}. Change "

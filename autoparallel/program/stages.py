@@ -94,7 +94,7 @@ def build_stages(captured: Captured, plan: Plan, target: Target, differentiated:
     programs: list[LocalProgram] = []
     for stage, graph in enumerate(graphs):
         leave_blocks(graph.captured.graph, blocks)
-        count = len(graph.captured.mutated_buffers) + len(graph.results)
+        count = len(graph.captured.mutated) + len(graph.results)
         recompute = {layer: much for layer, much in plan.recompute.items() if (stage, layer) in layers}
         received = {c.name: layouts[c.name] for c in graph.incoming}
         outputs = [whole] * count + [layouts[c.name] for c in graph.outgoing]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autoparallel
 from autoparallel.capture.tracing import copied_checkpoints
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.errors import CaptureError
 from tests.runtime.support import gradients_off, make, off
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autoparallel
 from autoparallel.comm.world import make_mesh
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.errors import CaptureError
 from autoparallel.graph.input_values import Input, Result, Step, Values, mapped
 from autoparallel.hardware import CPU
 from autoparallel.planner.draft import call_of

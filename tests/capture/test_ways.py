@@ -16,7 +16,7 @@ from transformers.models.table_transformer.modeling_table_transformer import Tab
 
 import autoparallel
 from autoparallel.capture import exports
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.errors import CaptureError
 from autoparallel.operators.control_flow import goes_by_values, inner_graphs
 from autoparallel.planner import planner
 from tests.captures import captured

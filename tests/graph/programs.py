@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.errors import CaptureError
 
 STEPS = 3
 

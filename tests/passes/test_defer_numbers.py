@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from autoparallel.graph.captured import Number
+from autoparallel.graph.leaves import Number
 from tests.passes.support import captured, show
 
 

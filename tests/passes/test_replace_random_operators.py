@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch import distributions as D
 from torch.utils.checkpoint import checkpoint
 
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.errors import CaptureError
 from autoparallel.operators import DRAWS, RandomState, UnsupportedRandomness, draw_from, plain_randomness
 from tests.passes.support import captured, show
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.errors import CaptureError
 from tests.passes.support import captured, show
 
 

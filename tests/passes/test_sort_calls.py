@@ -60,7 +60,7 @@ def test_before_and_after() -> None:
 def test_all_orders_come_to_one_graph() -> None:
     sorted_ones = [sort_calls(captured(Positions(order), torch.randn(8, 8))) for order in itertools.permutations(KINDS)]
     assert len({str(g.graph) for g in sorted_ones}) == 1
-    (names,) = {tuple(g.mutated_buffers) for g in sorted_ones}
+    (names,) = {tuple(g.mutated) for g in sorted_ones}
     assert names == ("full_calls", "local_calls", "sliding_calls")
     keys = [[node.meta["key"] for node in g.graph.nodes] for g in sorted_ones]
     assert keys.count(keys[0]) == len(keys) and len({*keys[0]}) == len(keys[0])

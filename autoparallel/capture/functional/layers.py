@@ -293,7 +293,7 @@ def fill_up(graph: fx.Graph, stack: Stack, captured: Captured) -> None:
     Raises:
         NotAlike: where the traced layers differ; the graph is not changed then.
     """
-    if any(name.startswith(f"{stack.path}.{stack.template}.") for name in captured.mutated_buffers):
+    if any(name.startswith(f"{stack.path}.{stack.template}.") for name in captured.mutated):
         raise NotAlike(f"the layers of {stack.path} change buffers of their own, which copies would not")
     parameters, buffers = captured.parameters, captured.buffers
     names = {**parameters, **buffers}

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoparallel.graph.captured import Leaf
+from autoparallel.graph.leaves import Leaf
 from autoparallel.graph.losses import NAME, LossWeight, explain_ambiguity, is_loss
 from autoparallel.passes.mark_gradients import differentiable_outputs
 from autoparallel.passes.weigh_loss import weigh_loss

@@ -30,7 +30,7 @@ from torch.export.graph_signature import (
 
 from autoparallel._torch.export import is_read
 from autoparallel.capture.functional.way_graphs import calls_behind, last_result, read_outputs
-from autoparallel.graph.captured import TYPES
+from autoparallel.graph.leaves import TYPES
 from autoparallel.graph.lines import marks_of
 from autoparallel.passes.emitter import Emitter
 
@@ -40,7 +40,7 @@ _ARGUMENTS: dict[type, Any] = {float: SymFloatArgument, int: SymIntArgument, boo
 
 def make_tensors(programs: Sequence[ExportedProgram]) -> None:
     """Makes tensors of the numbers that programs return at one place, where which one it is shows when a way is taken:
-    of the type of Python's that all have there, or pairs of values and types (see ``graph.captured.Number``)."""
+    of the type of Python's that all have there, or pairs of values and types (see ``graph.leaves.Number``)."""
     for rows in zip(*(read_outputs(program)[1][:-1] for program in programs), strict=False):
         types = [type(None) if _is_none(*row) else type_of(*row) for row in rows]
         kinds = [kind for kind in types if kind is not None]

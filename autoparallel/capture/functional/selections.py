@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from autoparallel._torch.export import free_unbacked_symbols
 from autoparallel.capture.functional.inner_graphs import inner_graph, insert_call
 from autoparallel.capture.refusals.refusals import KEEP_ALL_ROWS
-from autoparallel.graph.captured import CaptureError, refusal
+from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.layers import draw_of
 from autoparallel.graph.lines import line_of, marks_of
 from autoparallel.operators.control_flow import SELECTION, control_operator, goes_by_values

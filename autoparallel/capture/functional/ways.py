@@ -52,9 +52,10 @@ from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.refusals import INSTEAD_OF_WAYS
 from autoparallel.capture.tracing.trace import Trace
 from autoparallel.capture.training import Findings
-from autoparallel.graph.captured import CaptureError, SizeGuard, refusal
+from autoparallel.graph.captured import SizeGuard
 from autoparallel.graph.carried_attributes import ChangesAttributesError
 from autoparallel.graph.changed_arguments import shown_changes
+from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.layers import draw_of
 from autoparallel.graph.lines import marks_of
 from autoparallel.operators.control_flow import IF_ELSE, control_operator

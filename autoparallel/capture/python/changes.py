@@ -12,9 +12,10 @@ from autoparallel._torch.tensors import storage_mark
 from autoparallel.capture.python.containers import leaves_of
 from autoparallel.capture.python.kinds_of_numbers import KINDS
 from autoparallel.capture.python.watched import may_leave
-from autoparallel.graph.captured import TYPES, CaptureError, refusal
 from autoparallel.graph.carried_attributes import may_be_carried
+from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.labels import has_place
+from autoparallel.graph.leaves import TYPES
 from autoparallel.graph.python_state import MISSING, is_data, is_plain, is_same, shown
 
 IN_THE_MODEL = "keep what changes in the model, as a registered buffer"
@@ -72,7 +73,7 @@ class StateChangedError(CaptureError):
 
     @staticmethod
     def refusing(what: str, cure: str, has_changed: Callable[[Any, Any], bool]) -> StateChangedError:
-        """As :func:`~graph.captured.refusal` says it."""
+        """As :func:`~graph.errors.refusal` says it."""
         return StateChangedError(lambda line: refusal(what, line, cure), has_changed)
 
 

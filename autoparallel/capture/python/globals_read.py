@@ -34,7 +34,7 @@ from autoparallel.capture.python.containers import objects_in
 from autoparallel.capture.python.kinds_of_numbers import is_stand_in
 from autoparallel.capture.python.loads import Loads, loads_of
 from autoparallel.capture.python.roots import Cell, Root
-from autoparallel.graph.captured import CaptureError, refusal, refused_draw
+from autoparallel.graph.errors import CaptureError, refusal, refused_draw
 from autoparallel.graph.garbage import collected_rarely, count_as_old
 from autoparallel.graph.generators import GENERATORS
 from autoparallel.graph.lines import line_of_frame

@@ -22,8 +22,8 @@ from autoparallel.capture.python.given_entries import GivenEntries, changes_of
 from autoparallel.capture.python.journals import CURE, KINDS, Journal, changes, journal_of
 from autoparallel.capture.python.places import Place, places_of
 from autoparallel.capture.python.watched import Watched, is_bookkeeping
-from autoparallel.graph.captured import CaptureError, refusal, refused_draw
 from autoparallel.graph.changed_arguments import ENTRIES
+from autoparallel.graph.errors import CaptureError, refusal, refused_draw
 from autoparallel.graph.generators import GENERATORS
 from autoparallel.graph.labels import label_of_entry, split_entry
 from autoparallel.graph.plain_tensors import LOSS

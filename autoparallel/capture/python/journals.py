@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.changed_arguments import Container, Entries
+from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.lines import line_of_frame
 
 CURE = (

@@ -43,9 +43,9 @@ from autoparallel.capture.python.journals import Journal
 from autoparallel.capture.python.observed_classes import observe, release, written_to
 from autoparallel.capture.python.reads import note_read, note_shared
 from autoparallel.capture.python.watched import INTERNAL, TABLES, Watched, is_bookkeeping
-from autoparallel.graph.captured import CaptureError, refusal, refused_draw
 from autoparallel.graph.carried_attributes import ChangesAttributesError, may_be_carried
 from autoparallel.graph.changed_arguments import ENTRIES
+from autoparallel.graph.errors import CaptureError, refusal, refused_draw
 from autoparallel.graph.generators import GENERATORS
 from autoparallel.graph.labels import is_entry, label_of_entry, split_entry
 from autoparallel.graph.lines import line_of_frame

@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autoparallel._torch.tensors import View, storage_mark
-from autoparallel.graph.captured import CaptureError, refusal
+from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.lines import line_of_frame
 
 KERNEL_CURE = (

@@ -15,7 +15,8 @@ from autoparallel._torch.dtensor import local_of
 from autoparallel._torch.export import free_unbacked_symbols
 from autoparallel._torch.tensors import memory_span
 from autoparallel.capture.refusals.data_access import refused_memory
-from autoparallel.graph.captured import Captured, CaptureError, refusal
+from autoparallel.graph.captured import Captured
+from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.lines import line_of
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.passes.settle_memory import STRIDED, relative_start
@@ -130,7 +131,7 @@ def require_gradients_of_parameters(captured: Captured, model: nn.Module) -> Non
 def require_own_dtype(captured: Captured) -> None:
     """Refuses a parameter that a call changes and has in another dtype than the model: its new value would be rounded
     to that at each call."""
-    for path, node in zip(captured.mutated_buffers, captured.results, strict=False):
+    for path, node in zip(captured.mutated, captured.results, strict=False):
         if path in captured.rest_dtypes:
             dtype = str(node.meta["val"].dtype).removeprefix("torch.")
             raise refusal(
@@ -151,10 +152,10 @@ def require_own_memory(captured: Captured, model: nn.Module) -> None:
     for node in captured.graph.find_nodes(op="placeholder"):
         if name := captured.parameters.get(node.name):
             parameter = model.get_parameter(name)
-            changes = parameter.requires_grad or name in captured.mutated_buffers
+            changes = parameter.requires_grad or name in captured.mutated
             tensors[node] = name, local_of(parameter), changes
         elif name := captured.buffers.get(node.name):
-            changes = name in captured.mutated_buffers and name not in captured.rebound
+            changes = name in captured.mutated and name not in captured.rebound
             if changes or node.users:  # an attribute that a hook sets before it is read has no users
                 tensors[node] = name, tensor_at(model, name), changes
         elif node.name in captured.constants and node.users:

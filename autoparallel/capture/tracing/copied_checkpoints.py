@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoparallel.capture.tracing.sources import source_of
-from autoparallel.graph.captured import refusal
+from autoparallel.graph.errors import refusal
 from autoparallel.graph.lines import line_of_frame
 
 _DIGESTS = frozenset(

@@ -24,8 +24,8 @@ import torch
 
 from autoparallel import _torch
 from autoparallel.capture.tracing.trace import Trace, listening
-from autoparallel.graph.captured import refused_draw
 from autoparallel.graph.drawn_numbers import MOST_BELOW, NUMPY, RANDOM, DrawsNumbersError
+from autoparallel.graph.errors import refused_draw
 from autoparallel.graph.lines import line_of_frame
 
 _LARGEST = 1 - 2.0**-53  # that random() returns

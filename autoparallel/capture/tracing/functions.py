@@ -16,7 +16,7 @@ from autoparallel._torch.tensors import storage_mark
 from autoparallel.capture.tracing.collectives import CURE as COLLECTIVES_CURE
 from autoparallel.capture.tracing.copied_checkpoints import Given, is_copied_checkpoint
 from autoparallel.capture.tracing.trace import CURRENT, Trace, fresh, listening, refuse, register, with_results
-from autoparallel.graph.captured import CaptureError, refusal
+from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.lines import line_of
 from autoparallel.operators.opaque import CALL, Arguments, OpaqueCall, Unsupported, fill_template
 from autoparallel.operators.torch_random import arguments_of, silent

@@ -13,7 +13,7 @@ from torch import Tensor
 from autoparallel import _torch
 from autoparallel.capture.python import kinds_of_numbers
 from autoparallel.capture.tracing.trace import Trace, listening, refuse
-from autoparallel.graph.captured import note_raised
+from autoparallel.graph.errors import note_raised
 
 
 def _read(trace: Trace, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:

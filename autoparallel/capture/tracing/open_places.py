@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoparallel import _torch
 from autoparallel.capture.refusals.data_access import is_view, is_write
-from autoparallel.graph.captured import refusal
+from autoparallel.graph.errors import refusal
 from autoparallel.graph.lines import line_of_frame
 
 _ALL = slice(None)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel import _torch
-from autoparallel.graph.captured import refusal
+from autoparallel.graph.errors import refusal
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.graph.python_state import MISSING, PythonState, is_plain
 

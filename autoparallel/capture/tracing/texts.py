@@ -18,7 +18,7 @@ from autoparallel import _torch
 from autoparallel.capture.python.kinds_of_numbers import KINDS
 from autoparallel.capture.tracing.messages import OF_OBJECTS, is_message
 from autoparallel.capture.tracing.trace import listening
-from autoparallel.graph.captured import refusal
+from autoparallel.graph.errors import refusal
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import OURS
 

@@ -16,8 +16,8 @@ from autoparallel.capture.refusals.refusals import INSTEAD_OF_WAYS
 from autoparallel.capture.tracing.inputs_read import InputsRead
 from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
 from autoparallel.comm.current import Current
-from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.drawn_numbers import Script, script_of
+from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.hooks import HookTemplate
 from autoparallel.graph.layers import mark_checkpointed
 from autoparallel.graph.lines import line_of_frame
@@ -260,7 +260,7 @@ def listening() -> Trace | None:
 
 
 def refuse(what: str, cure: str) -> CaptureError:
-    """What the model does at the line that runs, and what to change (see :func:`~graph.captured.refusal`)."""
+    """What the model does at the line that runs, and what to change (see :func:`~graph.errors.refusal`)."""
     return refusal(what, line_of_frame(sys._getframe(1)), cure)
 
 

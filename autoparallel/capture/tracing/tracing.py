@@ -57,7 +57,7 @@ from autoparallel.capture.tracing.texts import NAMES as TEXTS
 from autoparallel.capture.tracing.trace import CURRENT, Trace, listening, refuse, refused_function
 from autoparallel.capture.tracing.values_read import NAMES as VALUES_READ
 from autoparallel.capture.tracing.values_read import READING
-from autoparallel.graph.captured import RAISED, CaptureError, note_raised
+from autoparallel.graph.errors import RAISED, CaptureError, note_raised
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import MISSING, OURS, is_installed, is_library
 from autoparallel.operators.opaque import opaque_calls

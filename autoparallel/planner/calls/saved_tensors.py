@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autoparallel import _torch
-from autoparallel.graph.captured import refusal
+from autoparallel.graph.errors import refusal
 from autoparallel.graph.lines import line_of
 from autoparallel.hardware import Profile
 from autoparallel.passes.raise_row_views import find_heads

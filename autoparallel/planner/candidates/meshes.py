@@ -271,7 +271,7 @@ class MeshSearch:
 
 def changes(captured: Captured, outputs: str) -> str:
     """What a pipeline would change about the model's results, so that it is not taken unasked; empty for nothing."""
-    if captured.mutated_buffers:
+    if captured.mutated:
         return "a pipeline takes batch statistics of microbatches; give a mesh with an axis 'pp' to have one"
     if not returns_loss_alone(captured, outputs):
         return "a pipeline keeps no output beside the loss; give a mesh with an axis 'pp' to have one"

@@ -374,7 +374,7 @@ class StagePlanner:
         number = {node: i for i, node in enumerate(self.pricer.nodes)}
         numbers: set[int] = set()
         for node in self.captured.graph.nodes:
-            if node.op == "placeholder" and self.captured.buffers.get(node.name) in self.captured.mutated_buffers:
+            if node.op == "placeholder" and self.captured.buffers.get(node.name) in self.captured.mutated:
                 places = [number[user] for user in node.users if user in number]
                 if places:
                     numbers |= set(range(min(places) + 1, max(places) + 1))

@@ -19,7 +19,7 @@ from autoparallel.comm.groups import settle
 from autoparallel.comm.waiting import note_raised
 from autoparallel.graph.caches import release
 from autoparallel.graph.calls import Call, sizes_of, values_of
-from autoparallel.graph.captured import Captured, leaf_value
+from autoparallel.graph.captured import Captured
 from autoparallel.graph.changed_arguments import (
     ARGUMENTS,
     ENTRIES,
@@ -30,6 +30,7 @@ from autoparallel.graph.changed_arguments import (
 )
 from autoparallel.graph.drawn_numbers import move_on
 from autoparallel.graph.labels import is_entry, split_entry
+from autoparallel.graph.leaves import leaf_value
 from autoparallel.graph.lines import place_of_error
 from autoparallel.graph.nesting import unflatten
 from autoparallel.graph.plain_tensors import attribute_at, holder_of, rebind, tensor_at
@@ -55,7 +56,7 @@ def run_call(kinds: Kinds, plain: nn.Module, read: ReadCall, args: Sequence[Any]
     call, kind = kinds.of(read)
     with kinds.without_casts(call):
         captured = kind.runner.captured
-        buffers = [tensor_at(plain, path) for path in captured.mutated_buffers]
+        buffers = [tensor_at(plain, path) for path in captured.mutated]
         try:
             _require_unchanged(captured, buffers, call)
             if ARGUMENTS in captured.attributes:
@@ -104,7 +105,7 @@ def _require_unchanged(captured: Captured, buffers: Sequence[torch.Tensor], call
     """Raises where an input lies in the memory of a buffer that the call changes: the model would go on to read what
     the buffer is changed to, the program what it was."""
     inputs = {storage_mark(x) for x in call.leaves if isinstance(x, torch.Tensor)} if buffers else set()
-    for path, buffer in zip(captured.mutated_buffers, buffers, strict=True):
+    for path, buffer in zip(captured.mutated, buffers, strict=True):
         if path not in captured.rebound and storage_mark(local_of(buffer)) in inputs:
             raise ValueError(
                 f"an input lies in the memory of {path}, which the call changes in place\n"
@@ -131,7 +132,7 @@ def _write_back(captured: Captured, plain: nn.Module, buffers: Sequence[torch.Te
     """Gives the buffers that a call changes their new values, which come first among its results."""
     _require_same_shapes(captured, buffers, results)
     with torch.no_grad():
-        for path, buffer, value in zip(captured.mutated_buffers, buffers, results, strict=False):
+        for path, buffer, value in zip(captured.mutated, buffers, results, strict=False):
             if path in captured.rebound:
                 rebind(plain, path, value)
             elif isinstance(buffer, DTensor):  # a parameter, of which each rank has a part
@@ -144,7 +145,7 @@ def _deliver(kinds: Kinds, kind: Kind, call: Call, results: Sequence[Any]) -> li
     """The results of a call, those behind the buffers as the user is given them: with what their backward goes through
     first, and as ``DTensor`` where they stay as they lie over the mesh."""
     captured, store = kind.runner.captured, kinds.store
-    count = len(captured.mutated_buffers)
+    count = len(captured.mutated)
     left_out = "the loss is computed in chunks of rows, and outputs made of its logits are kept with loss_chunks=1 only"
     values: list[Any] = [
         NotKept(f"output {i - count} of the model", left_out) if i in captured.left_out else x
@@ -196,7 +197,7 @@ def _set_attribute(captured: Captured, plain: nn.Module, loss_fn: Any, name: str
 
 def _require_same_shapes(captured: Captured, buffers: Sequence[torch.Tensor], results: Sequence[Any]) -> None:
     """Raises RuntimeError where an operator has resized a buffer, of which no trace tells."""
-    for path, buffer, value in zip(captured.mutated_buffers, buffers, results, strict=False):
+    for path, buffer, value in zip(captured.mutated, buffers, results, strict=False):
         if path not in captured.rebound and value.shape != buffer.shape:
             raise RuntimeError(
                 f"the call gives {path}, of shape {list(buffer.shape)}, the shape {list(value.shape)}, as the first "

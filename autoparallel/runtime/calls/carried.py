@@ -14,9 +14,10 @@ from torch import nn
 
 from autoparallel.graph.beside import beside_in
 from autoparallel.graph.calls import NUMBERS, Call
-from autoparallel.graph.captured import Captured, CaptureError, NumberSpec, refusal
+from autoparallel.graph.captured import Captured, NumberSpec
 from autoparallel.graph.carried_attributes import ChangesAttributesError, is_changed
 from autoparallel.graph.drawn_numbers import Script, drawn_ahead
+from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.python_state import PythonState
 from autoparallel.operators import RandomState
 from autoparallel.runtime.calls.exchange import Exchange

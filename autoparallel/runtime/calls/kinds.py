@@ -33,7 +33,7 @@ from autoparallel.graph.calls import (
     opened,
     without_numbers,
 )
-from autoparallel.graph.captured import Captured, FailsUntraced, InputSpec, NumberSpec
+from autoparallel.graph.captured import Captured, InputSpec, NumberSpec
 from autoparallel.graph.carried_attributes import (
     ChangesAttributesError,
     as_argument,
@@ -42,6 +42,7 @@ from autoparallel.graph.carried_attributes import (
     number_of,
 )
 from autoparallel.graph.drawn_numbers import DrawsNumbersError, add_script
+from autoparallel.graph.errors import FailsUntraced
 from autoparallel.graph.python_state import OF_INPUTS, PythonState
 from autoparallel.placements import Layout, format_layout
 from autoparallel.plan import Plan

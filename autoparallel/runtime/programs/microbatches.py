@@ -44,8 +44,8 @@ def shared_forms(captured: Captured, graph: StageGraph, actual: Mapping[Any, int
         graph: of the stage.
         actual: the sizes of the traced symbols in the whole batch.
     """
-    numbers = {path: i for i, path in enumerate(captured.mutated_buffers)}
-    wanted = [*graph.results, *(numbers[path] for path in graph.captured.mutated_buffers)]
+    numbers = {path: i for i, path in enumerate(captured.mutated)}
+    wanted = [*graph.results, *(numbers[path] for path in graph.captured.mutated)]
     nodes: Any = captured.graph.output_node().args[0]
     sizes = Sizes(actual)
     return wanted, [Form(sizes.shape(nodes[i]), nodes[i].meta["val"].dtype) for i in wanted]

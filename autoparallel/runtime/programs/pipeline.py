@@ -373,7 +373,7 @@ class PipelineRunner:
                 continue
             root = self.plan.rank_of(stage)
             if root == self.rank:
-                paths = self.captured.mutated_buffers
+                paths = self.captured.mutated
                 values = [run.buffers[paths[i]] if i < len(paths) else combined[i] for i in wanted]
                 packed = pack(values)
                 peers = (peer for peer in range(self.plan.ranks) if peer != root)
@@ -381,11 +381,11 @@ class PipelineRunner:
             else:
                 received = self._receive(forms, root)
                 for i, value in zip(wanted, received, strict=True):
-                    if i < len(self.captured.mutated_buffers):
-                        run.buffers[self.captured.mutated_buffers[i]] = value
+                    if i < len(self.captured.mutated):
+                        run.buffers[self.captured.mutated[i]] = value
                     else:
                         combined[i] = value
-        for i, path in enumerate(self.captured.mutated_buffers):
+        for i, path in enumerate(self.captured.mutated):
             combined[i] = run.buffers[path]
         for wait in sends:
             self._exchange(wait, "sending its results after the schedule")
@@ -412,7 +412,7 @@ class PipelineRunner:
         sums: dict[int, dict[str, torch.Tensor]],
         totals: dict[str, torch.Tensor],
     ) -> list[Any]:
-        first = len(self.captured.mutated_buffers)
+        first = len(self.captured.mutated)
         outputs: list[Any] = [
             combined[i] if i in combined else NotKept(f"output {i - first} of the model", _KEPT)
             for i in range(len(self.specs))

@@ -60,7 +60,7 @@ class Runner:
         self.fixed: dict[str, torch.Tensor] = {n: x.to(device) if x.ndim else x for n, x in captured.constants.items()}
         self.leaf_names = captured.inputs
         # Copied, because the call changes them before the backward, which reads them, too, where layers run again.
-        self.saved_buffers = {*captured.saved_buffers, *(captured.mutated_buffers if program.regions else ())}
+        self.saved_buffers = {*captured.saved_buffers, *(captured.mutated if program.regions else ())}
         changed = captured.changed_parameters if program.regions else ()
         chains = [chain for name, chain in program.chains.items() if name in changed]
         self.saved_parameters = [name for chain in chains for name in chain.placeholders]
@@ -274,7 +274,7 @@ class Refuse(torch.autograd.Function):
 
 def refuse_detached(captured: Captured, values: list[Any]) -> None:
     """Lets the outputs that were detached beside the loss raise when they are differentiated; in place."""
-    first = len(captured.mutated_buffers)
+    first = len(captured.mutated)
     for i in captured.detached:
         if isinstance(values[i], torch.Tensor) and not values[i].requires_grad:
             reason = (

@@ -239,8 +239,8 @@ class Stage:
         with torch.set_grad_enabled(differentiate), collect_deferred(deferred):
             values = list(self.runner([*leaves, *inputs.values()], buffers, self._held))
         captured, graph = self.graph.captured, self.graph
-        count = len(captured.mutated_buffers)
-        changed = {p: x.detach() for p, x in zip(captured.mutated_buffers, values[:count], strict=True)}
+        count = len(captured.mutated)
+        changed = {p: x.detach() for p, x in zip(captured.mutated, values[:count], strict=True)}
         results = dict(zip(graph.results, values[count : count + len(graph.results)], strict=True))
         outgoing = dict(zip((c.number for c in graph.outgoing), values[count + len(graph.results) :], strict=True))
         if differentiate:

@@ -23,7 +23,7 @@ from autoparallel.comm import waiting
 from autoparallel.comm.groups import CONTROL
 from autoparallel.comm.waiting import Place, RankMismatchError
 from autoparallel.decisions.parameters import PlanError
-from autoparallel.graph.captured import ReadAgainError
+from autoparallel.graph.errors import ReadAgainError
 
 S = TypeVar("S")
 T = TypeVar("T")

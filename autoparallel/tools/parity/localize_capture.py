@@ -218,7 +218,7 @@ class _Search:
     def buffers(self, model: nn.Module) -> Deviation | None:
         """The first buffer that is updated otherwise."""
         results = self.captured.graph.output_node().args[0]
-        changed = dict(zip(self.captured.mutated_buffers, results, strict=False))  # type: ignore[arg-type]
+        changed = dict(zip(self.captured.mutated, results, strict=False))  # type: ignore[arg-type]
         first = {step.name: step.value for step in self.watch.steps if step.name}
         for name, buffer in model.named_buffers():
             node = changed.get(name)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autoparallel.graph.captured import Captured, leaf_value
+from autoparallel.graph.captured import Captured
+from autoparallel.graph.leaves import leaf_value
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.operators import RandomState, draw_from
 from autoparallel.rules.calls import is_tensor
