@@ -154,8 +154,9 @@ def write_to_a_view_of_a_detached_tensor(m: Any, x: Tensor) -> Tensor:
 
 
 def change_a_parameter(m: Any, x: Tensor) -> Tensor:
+    h = x @ m.w
     m.w.data.clamp_(-1, 1)
-    return x @ m.w
+    return h
 
 
 def other_memory(m: Any, x: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ def strides_of_every_second(m: Any, x: Tensor) -> Tensor:
 REFUSED = {
     write_to_data: "behind autograd's back",
     write_to_a_view_of_a_detached_tensor: "behind autograd's back",
-    change_a_parameter: "behind autograd's back",
+    change_a_parameter: "behind what is differentiated of it",
     other_memory: "gives a tensor other memory",
     strides_of_every_second: "does not lie in one piece in memory",
 }
