@@ -186,6 +186,9 @@ class _Walk:
             self._detach(node, region)
         for target, parameter in changed:
             self._give_value(node, target, parameter)
+        for names in self.parameters.values():
+            if node.args and node.args[0] in names and _is_its_operand(node):  # w.to(...) of what has that dtype
+                names.append(node)
 
     def _detach(self, node: fx.Node, region: int) -> None:
         for x in node.all_input_nodes:

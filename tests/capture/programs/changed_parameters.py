@@ -123,6 +123,17 @@ class NormalisedWeights(Weights):
 
 
 @program(ranks=True)
+class NormalisedAsTheyAreRead(Weights):
+    """As in EDM2: what is read before is the parameter itself, which has that dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight.to(torch.float64)
+        with torch.no_grad():
+            self.weight.copy_(F.normalize(w, dim=1))
+        return F.linear(x, F.normalize(w, dim=1) * 0.7, self.bias)
+
+
+@program(ranks=True)
 class DividedByTheirNorm(Weights):
     """The attribute is set to the parameter itself; twice, and bounded."""
 
