@@ -39,7 +39,7 @@ from autoparallel.runtime.calls.kinds import Kind, Kinds, ReadCall
 from autoparallel.runtime.gradients.accumulation import Weight, expected_count
 from autoparallel.runtime.parameters.slices import lay_like
 from autoparallel.runtime.programs.microbatches import NotKept
-from autoparallel.runtime.programs.runner import Delivery, Outputs, refuse_detached
+from autoparallel.runtime.programs.runner import Delivery, Outputs, OverMesh, refuse_detached
 from autoparallel.runtime.ranks.randomness import STREAM
 
 
@@ -174,8 +174,9 @@ def _as_it_lies(kinds: Kinds, kind: Kind, output: int, value: Any) -> Any:
     placements, layout = kind.runner.specs[output]
     if not any(p.kind == "S" for p in layout):
         return value
-    local = value if value.requires_grad else value.contiguous()
-    return DTensor.from_local(local, kinds.maker.mesh, placements, run_check=False)
+    if not value.requires_grad:
+        return DTensor.from_local(value.contiguous(), kinds.maker.mesh, placements, run_check=False)
+    return OverMesh.apply(value, kinds.maker.mesh, placements)
 
 
 def _set_attribute(captured: Captured, plain: nn.Module, loss_fn: Any, name: str, value: Any) -> None:
