@@ -293,6 +293,9 @@ class ChangesItsArgument(Blocks):
         return self.down(InPlace.apply(x))  # breaks here
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith(("2.11.", "2.12.")), reason="Dynamo traces it until 2.12, with the numbers of eager"
+)
 def test_a_function_that_changes_its_argument_is_refused() -> None:
     for message in _errors(_call, ChangesItsArgument).values():
         assert f"line {_line_of(ChangesItsArgument)}, in forward" in message and "What to change" in message

@@ -47,11 +47,15 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "ranking": lambda h, x, n: F.margin_ranking_loss(h, 2 * h, x.sign(), margin=n),
     "noise": lambda h, x, n: h + torch.empty_like(h).normal_(0, n) + torch.normal(0.0, n, (8,)),
     "range": lambda h, x, n: h * torch.empty_like(h).uniform_(-n, n) * torch.empty_like(h).bernoulli_(n),
-    "tensors": lambda h, x, n: h * torch.as_tensor(n) * h.new_tensor(n) * torch.quantile(h, n),
+    "tensors": lambda h, x, n: h * torch.as_tensor(n) * h.new_tensor(n),
+    "quantiles": lambda h, x, n: h * torch.quantile(h, n),
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+NOT_YET = ("quantiles",) if torch.__version__.startswith("2.11.") else ()  # docs/supported.md
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in NOT_YET])
 def test_an_argument_of_a_function_is_open(name: str, traces: list[int]) -> None:
     model: Any = autoparallel.compile(Annealed(FUNCTIONS[name]))
     for value in VALUES:
