@@ -38,6 +38,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autoparallel._torch.casts import wrap_with_autocast
 from autoparallel._torch.export import has_composition, make_fake_mode, wrap_with_set_grad_enabled
 from autoparallel.graph.errors import refusal
 from autoparallel.graph.lines import line_of, marks_of
@@ -151,6 +152,7 @@ class _Walk:
         self.tied: set[fx.Node] = set()  # memory that the results of an opaque call may share
         self.detached: dict[tuple[fx.Node, int], fx.Node] = {}
         self.parameters: dict[fx.Node, list[fx.Node]] = {}  # by what names each is read
+        self.overtaken: list[tuple[fx.Node, list[fx.Node]]] = []  # changes of parameters, what has read these
         self.last_placeholder = next(reversed(graph.find_nodes(op="placeholder")), None)
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -164,9 +166,12 @@ class _Walk:
         for node in list(self.graph.nodes):
             if node.op == "call_function":
                 self._visit(node, *self.modes[node])
+        self._require_unread()
 
     def _visit(self, node: fx.Node, enabled: bool, region: int) -> None:
         shared, written = _aliases(node)
+        if node.target is wrap_with_autocast:
+            self._change_in_cast(node, enabled)
         if self.aliases(node):
             shared = list(node.all_input_nodes)
             self.tied.update(root for x in shared for root in self.roots.get(x, ()))
@@ -213,7 +218,7 @@ class _Walk:
         parameter = any(root.op == "placeholder" for root in roots)  # refused where the graph is described
         flows = any(self.carries[x] for x in alike)
         if not roots.isdisjoint(self.parameters):
-            self._require_unread(node, target, alike, enabled)
+            self._note_readers(node, target, alike, enabled)
             return
         if self.tied & roots:
             raise refusal(
@@ -238,22 +243,49 @@ class _Walk:
             for x in alike:
                 self.carries[x] = x not in self.severed and self.stops[x] == self.stops[target]
 
-    def _require_unread(self, node: fx.Node, target: fx.Node, alike: Sequence[fx.Node], enabled: bool) -> None:
-        """Refuses a change of a parameter whose value the backward may need as it was before, or that brings in a
-        gradient."""
+    def _change_in_cast(self, node: fx.Node, enabled: bool) -> None:
+        """Changes in place in a region of autocast, which stays one call."""
+        for write, target, detached in _writes_in(node):
+            roots = self.roots.get(target, frozenset())
+            if not roots.isdisjoint(self.parameters):
+                raise refusal(
+                    "a parameter is changed in place in a region of autocast",
+                    line_of(write),
+                    "change it before the region begins",
+                )
+            if detached and any(self.carries[x] for x, owners in self.roots.items() if owners & roots):
+                enabled = False
+            self._change(write, target, enabled)
+
+    def _note_readers(self, node: fx.Node, target: fx.Node, alike: Sequence[fx.Node], enabled: bool) -> None:
+        """Notes what has read a parameter that is changed; refuses a change that brings in a gradient."""
         if enabled and any(self.carries.get(x) for x in node.all_input_nodes if x is not target):
             raise refusal(
                 "a parameter is changed in place by what carries a gradient", line_of(node), "use torch.no_grad()"
             )
         names = {x for root in self.roots[target] for x in self.parameters.get(root, ())}
         readers = [user for x in {*alike, *names} for user in x.users if self.carries.get(user) and user not in names]
-        if readers:
-            raise refusal(
-                f"a parameter is changed in place behind what is differentiated of it ({line_of(readers[0])}), and the "
-                "backward would read what it is then,",
-                line_of(node),
-                "change it before it is read, or in the loop, under torch.no_grad() behind optimizer.step()",
-            )
+        self.overtaken.append((node, readers))
+
+    def _require_unread(self) -> None:
+        """Refuses a change of a parameter whose value the backward may need as it was before."""
+        needed = self._find_needed() if any(readers for _, readers in self.overtaken) else set()
+        for node, readers in self.overtaken:
+            if readers := [reader for reader in readers if reader in needed]:
+                raise refusal(
+                    f"a parameter is changed in place behind what is differentiated of it ({line_of(readers[0])}), and "
+                    "the backward would read what it is then,",
+                    line_of(node),
+                    "change it before it is read, or in the loop, under torch.no_grad() behind optimizer.step()",
+                )
+
+    def _find_needed(self) -> set[fx.Node]:
+        """What the backward may go through: what carries a gradient to a result, or writes one to memory."""
+        needed: set[fx.Node] = set()
+        for node in reversed(self.graph.nodes):
+            if node.op == "output" or self.carries.get(node) and (node in needed or _aliases(node)[1]):
+                needed.update({node, *(x for x in node.all_input_nodes if self.carries.get(x))})
+        return needed
 
     def _give_value(self, node: fx.Node, target: fx.Node, parameter: fx.Node) -> None:
         """Has those that read a parameter behind a change of it read the value that it has then."""
@@ -328,6 +360,30 @@ def _is_cast(node: fx.Node, x: fx.Node) -> bool:
     """Whether ``x.to(...)`` makes another dtype, and so a copy."""
     dtypes = {getattr(each.meta.get("val"), "dtype", None) for each in (node, x)}
     return node.target._schema.name == "aten::to" and len(dtypes) == 2  # type: ignore[union-attr]
+
+
+def _writes_in(region: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
+    """The calls in a region of autocast that write to memory of its operands, with these, and whether they do so
+    through ``detach()``."""
+    source = next(x for x in region.args if isinstance(x, fx.Node) and x.op == "get_attr")
+    owner = region.graph.owning_module
+    assert owner is not None
+    inner = owner.get_submodule(str(source.target))
+    assert isinstance(inner, fx.GraphModule)
+    operands = [x for x in region.args if isinstance(x, fx.Node) and x is not source]
+    entries = inner.graph.find_nodes(op="placeholder")
+    memory = {entry: {(x, False)} for entry, x in zip(entries, operands, strict=True)}
+    for node in inner.graph.nodes:
+        if node.op != "call_function":
+            continue
+        shared, written = _aliases(node)
+        for x in written:
+            yield from ((node, operand, stopped) for operand, stopped in memory.get(x, ()))
+        if node.target is wrap_with_autocast:
+            for write, x, stopped in _writes_in(node):
+                yield from ((write, operand, stopped or before) for operand, before in memory.get(x, ()))
+        stops = stops_gradient(node)
+        memory[node] = {(x, stopped or stops) for other in shared for x, stopped in memory.get(other, ())}
 
 
 def _aliases(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

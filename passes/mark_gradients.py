@@ -17,7 +17,10 @@ from torch.utils import _pytree as pytree
 
 from autoparallel.rules.calls import may_have_gradient
 
-_NO_GRADIENT = ("aten::detach", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_zeros")
+_NO_GRADIENT = (
+    "aten::detach", "aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_empty",
+    "aten::new_zeros", "aten::new_ones", "aten::new_full",
+)  # fmt: skip
 
 
 def mark_differentiable(graph: fx.Graph, placeholders: set[str]) -> None:

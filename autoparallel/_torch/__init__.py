@@ -3,6 +3,7 @@ torch 2.11 to 2.13.  May import nothing of the package.
 
 - ``tensors``: tensors among nested values, their memory and their versions.
 - ``autograd``: the engine, its hooks and its functions.
+- ``casts``: regions of autocast in a trace.
 - ``nn``: modules, their hooks and casts.
 - ``dtensor``: what a ``DTensor`` is made of, without the time that its public functions take.
 - ``distributed``: process groups, and what carries out their collectives.
@@ -17,6 +18,7 @@ import torch
 
 from autoparallel._torch import (
     autograd,
+    casts,
     distributed,
     dtensor,
     dynamo,
@@ -35,5 +37,6 @@ if torch.backends.cuda.is_built() and not torch.cuda.device_count():
     torch.ones((), requires_grad=True).backward()
 
 __all__ = [
-    "autograd", "distributed", "dtensor", "dynamo", "export", "nn", "numbers", "optim", "quantisation", "tensors",
+    "autograd", "casts", "distributed", "dtensor", "dynamo", "export", "nn", "numbers", "optim", "quantisation",
+    "tensors",
 ]  # fmt: skip

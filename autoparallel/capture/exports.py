@@ -6,6 +6,7 @@ from torch import fx
 from torch.export import ExportedProgram, export
 from torch.export.graph_signature import ConstantArgument
 
+from autoparallel._torch.casts import gradient_modes_in_casts
 from autoparallel._torch.export import complete_users
 from autoparallel.capture.fake_inputs import FakeInputs
 from autoparallel.capture.functional.functional import make_functional
@@ -30,7 +31,8 @@ def export_way(wrapper: Training, inputs: FakeInputs, trace: Trace) -> Way:
     """The way that a trace goes."""
     try:
         with everything_seen(trace):
-            program = export(wrapper, inputs.arguments, dynamic_shapes=inputs.shapes, strict=False)
+            with gradient_modes_in_casts():
+                program = export(wrapper, inputs.arguments, dynamic_shapes=inputs.shapes, strict=False)
             complete_users(program.graph_module)
             require_same_memory(program.graph)
             with trace.silent(), without_model():

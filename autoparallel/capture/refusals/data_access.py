@@ -23,6 +23,7 @@ KERNEL_CURE = (
     "with register_fake and register_autograd"
 )
 
+_INITIALISERS = torch.nn.init.__name__
 _DETACHES = (torch.Tensor.data.__get__, torch.Tensor.detach, torch.detach)  # type: ignore[attr-defined]
 _VIEWS = frozenset((
     "__getitem__", "as_strided", "chunk", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim", "narrow",
@@ -65,8 +66,14 @@ class DataAccess(TorchFunctionMode):
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             if _lies_alike(*args):  # as x.data = x.data.to(device) does, where it lies there
                 return None
-            if not self._is_new_value(*args):
+            if not _is_for_parameter(*args):
                 raise refused_memory("x.data = ...", line_of_frame(sys._getframe(1)))
+            if storage_mark(args[1]) in self._shared:
+                raise refusal(
+                    "the model gives a parameter the memory of another tensor (x.data = ...)",
+                    line_of_frame(sys._getframe(1)),
+                    "give it a copy (x.data = value.clone())",
+                )
             with torch.no_grad():
                 args[0].copy_(args[1])
             self._detached[id(args[1])] = args[1]  # whoever writes to it would change the parameter
@@ -81,6 +88,9 @@ class DataAccess(TorchFunctionMode):
         if name == "__setitem__" and _is_mask(*args):
             args[0].masked_fill_(_expand_mask(args[1], args[0]), args[2])  # of a fixed size, unlike positions
             return None
+        if getattr(func, "__module__", "") == _INITIALISERS:  # a trace does not see the no_grad() inside
+            with torch.no_grad():
+                return func(*args, **kwargs)
         if func in _DETACHES:
             result = args[0].detach()
             if args[0].requires_grad and not isinstance(args[0], torch.nn.Parameter):
@@ -92,11 +102,6 @@ class DataAccess(TorchFunctionMode):
             self._detached |= {id(x): x for x in parts if isinstance(x, torch.Tensor)}
         return result
 
-    def _is_new_value(self, x: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether a parameter is given a tensor like itself, which is nobody else's memory."""
-        alike = (x.shape, x.dtype, x.device) == (value.shape, value.dtype, value.device)
-        return isinstance(x, torch.nn.Parameter) and alike and storage_mark(value) not in self._shared
-
     def _require_own(self, written: Any) -> None:
         if isinstance(written, torch.Tensor) and id(written) in self._detached:
             raise refusal(
@@ -105,6 +110,12 @@ class DataAccess(TorchFunctionMode):
                 line_of_frame(sys._getframe(1)),
                 "compute a new tensor; for another value with the same gradient write x + (value - x).detach()",
             )
+
+
+def _is_for_parameter(x: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a parameter is given a tensor like itself."""
+    alike = (x.shape, x.dtype, x.device) == (value.shape, value.dtype, value.device)
+    return isinstance(x, torch.nn.Parameter) and alike
 
 
 def _lies_alike(x: torch.Tensor, other: torch.Tensor) -> bool:

@@ -202,6 +202,34 @@ class Returned(Weights):
         return x @ self.weight + self.weight.square().sum()
 
 
+@program(ranks=True)
+class ReadWithoutAGradientBefore(Weights):
+    """What the backward does not go through may have read what it was: a norm that is detached, a codebook's nearest
+    entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Embedding(5, 8)
+        self.codes.weight.requires_grad = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.weight.norm()
+        nearest = torch.cdist(x @ self.weight.detach() + self.bias, self.codes.weight).argmin(1)
+        quantised = self.codes(nearest)
+        self.codes.weight.data.lerp_(x.mean(0).expand(5, 8), 0.1)
+        self.weight.data = self.weight * 0.5
+        return F.linear(x, self.weight, self.bias) / norm.detach() - quantised
+
+
+@program(ranks=True, random=True)
+class InitialisedAnew(Weights):
+    """By functions of torch.nn.init, which switch gradients off inside."""
+
+    def change(self, x: Tensor) -> None:
+        nn.init.normal_(self.bias, std=0.2)
+        nn.init.orthogonal_(self.weight)
+
+
 class Layer(Weights):
     def change(self, x: Tensor) -> None:
         self.weight.data *= self.mask
@@ -315,7 +343,7 @@ class InAnotherDtype(Weights):
         return F.linear(x, self.weight, self.bias)
 
 
-@program(refused="use the new tensor")
+@program(refused="clone")
 class MemoryOfAnother(Weights):
     """From then on both are one."""
 
