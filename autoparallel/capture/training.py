@@ -154,7 +154,7 @@ class Training(nn.Module):
                 attributes |= {label: int(attributes[label]) for label in self.fixed_numbers}
         exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
         with entries_exchanged(self.recorder.containers.held, exchange.exchanged), self.recorder.carrying(attributes):
-            with self.recorder, DataAccess([*now.values(), *inputs]), OpenPlaces(), exchange:
+            with self.recorder, DataAccess([*now.values(), *inputs]), OpenPlaces() as places, exchange:
                 outputs = self._outputs(args, kwargs, beside.method)
                 outputs = without_journals(outputs) if self.recorder.containers.has_journals else outputs
                 leaves, self.findings.spec = flatten_results(outputs)
@@ -167,6 +167,7 @@ class Training(nn.Module):
         for name, value in {**written, **self._changes}.items():
             more, self.findings.attributes[name] = flatten_results(value)
             leaves += more
+        places.require_current([*leaves, *self.recorder.bound_anew()])
         leaves = self.recorder.rebind(leaves)
         leaves += [question.value for question in self.findings.questions]
         return [exchange.current(leaf) for leaf in leaves]

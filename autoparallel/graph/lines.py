@@ -44,20 +44,23 @@ def noted_line(node: fx.Node) -> str:
     return ": ".join(line.strip().removeprefix("File ") for line in lines[files[-1] : files[-1] + 2]) if files else ""
 
 
-def place_of_error(error: BaseException) -> str | None:
-    """The module and the line of the model whose operator has raised in a program; None where there is none."""
-    place, trace = None, error.__traceback__
+def node_of_error(error: BaseException) -> fx.Node | None:
+    """The call of a program that has raised; None where there is none."""
+    node, trace = None, error.__traceback__
     while trace is not None:
         frame, trace_line = trace.tb_frame, trace.tb_lineno
         program = frame.f_locals.get("self")
         if isinstance(program, fx.GraphModule) and frame.f_code.co_name == "forward":
             name = linecache.getline(frame.f_code.co_filename, trace_line).strip().partition(" ")[0]
-            node = next((node for node in program.graph.nodes if node.name == name), None)
-            if node is not None:
-                module = node.meta.get("module")
-                place = f"{module}, at {line_of(node)}" if module else line_of(node)
+            node = next((x for x in program.graph.nodes if x.name == name), node)
         trace = trace.tb_next
-    return place
+    return node
+
+
+def place_of(node: fx.Node) -> str:
+    """The module and the line of the model that a call of a program comes from."""
+    module = node.meta.get("module")
+    return f"{module}, at {line_of(node)}" if module else line_of(node)
 
 
 def line_of_frame(frame: FrameType | None) -> str:

@@ -442,6 +442,10 @@ class Recorder:
         assert isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor)
         self._rebinds.append((before, now))
 
+    def bound_anew(self) -> list[torch.Tensor]:
+        """What the run has bound to buffers in the place of these."""
+        return [now for _, now in self._rebinds]
+
     def rebind(self, leaves: Sequence[Any]) -> list[Any]:
         """Gives the buffers that the run has bound to other tensors the values of those; what it makes then."""
         return rebound(leaves, self._rebinds)

@@ -2,7 +2,7 @@
 
 A trace knows how large such a part is, and not where it begins, which ``torch.export`` takes for a size that values
 decide.  So the part is looked up, or written, by its indices, ``at + arange(n)``.  Where a slice would be cut short at
-the end of the tensor, or counts from there, such a look-up raises.
+the end of the tensor, such a look-up raises.
 
 Eager's part is a view: what is written to the part is written to its tensor, too, and a part that is read after its
 tensor has changed is refused.
@@ -38,6 +38,9 @@ class _LookedUp(NamedTuple):
     key: Any
 
 
+_NUMBERS = int | torch.SymInt
+
+
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
@@ -48,20 +51,21 @@ def _is_open(number: Any) -> bool:
     return isinstance(number, torch.SymInt) and _torch.export.is_read(number)
 
 
-def _length_of(item: Any) -> int | torch.SymInt | None:
-    """How many elements a slice has whose beginning is open; None for all else."""
-    if not isinstance(item, slice) or item.step not in (None, 1) or item.stop is None:
-        return None
-    if not _is_open(item.start):
+def _span_of(item: Any) -> int | torch.SymInt | None:
+    """How far a slice reaches whose beginning is open; None for all else."""
+    if not isinstance(item, slice) or item.stop is None or not _is_open(item.start):
         return None
     if isinstance(item.start, Tensor) or isinstance(item.stop, Tensor):
         (first, begin), (second, end) = _origin_of(item.start), _origin_of(item.stop)
-        return end - begin if first == second else None
-    length = item.stop - item.start
-    if _is_open(length):
+        span = end - begin if first == second else None
+    else:
+        span = item.stop - item.start
+    if span is None or _is_open(span):
         return None
-    fixed = length.node.expr if isinstance(length, torch.SymInt) else length
-    return int(fixed) if isinstance(fixed, int | sympy.Integer) else length
+    fixed = span.node.expr if isinstance(span, torch.SymInt) else span
+    if isinstance(fixed, int | sympy.Integer):
+        return int(fixed) if item.step is None or isinstance(item.step, int) and item.step > 0 else None
+    return span if item.step in (None, 1) else None
 
 
 _SHIFTED: Any = WeakTensorKeyDictionary()
@@ -77,7 +81,12 @@ def _shift(sign: int) -> Callable[..., Any]:
     def call(func: Any, *args: Any, **kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         x, by, *others = (*args, None, None)
-        if isinstance(x, Tensor) and _is_open(x) and isinstance(by, int) and not (any(others) or kwargs):
+        if (
+            isinstance(x, Tensor)
+            and _is_open(x)
+            and isinstance(by, _NUMBERS)
+            and not (_is_open(by) or any(others) or kwargs)
+        ):
             _SHIFTED[out] = x, x._version, sign * by
         return out
 
@@ -99,46 +108,103 @@ def _origin_of(place: Any) -> tuple[tuple[Any, ...], int]:
     return (id(place),), distance
 
 
+def _opens(item: Any) -> bool:
+    return _is_open(item) or _span_of(item) is not None
+
+
 def _indices_of(x: Tensor, item: Any, dim: int) -> Tensor:
     """What an open item of a key names, of one dim."""
-    length = _length_of(item)
-    if length is not None:
-        return torch.arange(length, device=x.device) + item.start  # type: ignore[arg-type]
-    index = torch.zeros(1, dtype=torch.int64, device=x.device) + item
-    return torch.where(index < 0, index + x.shape[dim], index)
+    span = _span_of(item)
+    if span is None:
+        first = end = torch.zeros(1, dtype=torch.int64, device=x.device) + item
+        indices = first
+    else:
+        step = item.step or 1
+        length = span if step == 1 else -(-span // step)
+        first = torch.zeros(1, dtype=torch.int64, device=x.device) + item.start
+        indices, end = first + torch.arange(length, device=x.device) * step, first + span  # type: ignore[arg-type]
+    return torch.where(end < 0, indices + x.shape[dim], indices)
 
 
-def _parts_of(x: Tensor, key: Any) -> tuple[tuple[Any, ...], dict[int, Any]]:
-    """A key without its open items, and these by the dim that each is of, in what the key without them names."""
-    items = key if isinstance(key, tuple) else (key,)
-    if not any(_is_open(item) or _length_of(item) is not None for item in items):
-        return (), {}
-    if not all(x is None or x is Ellipsis or isinstance(x, slice | int | torch.SymInt) or _is_open(x) for x in items):
-        return (), {}
+def _items_of(x: Tensor, key: Any) -> list[Any]:
+    """The items of a key; a list of open places among them as a tensor."""
+    return [
+        torch.cat([torch.zeros(1, dtype=torch.int64, device=x.device) + place for place in item])
+        if isinstance(item, list) and any(map(_is_open, item))
+        else item
+        for item in (key if isinstance(key, tuple) else (key,))
+    ]
+
+
+def _width_of(item: Any) -> int:
+    """How many dims of a tensor an item of a key names."""
+    if item is None or isinstance(item, bool):
+        return 0
+    is_mask = getattr(item, "dtype", None) in (torch.bool, torch.uint8) or getattr(item, "dtype", None) == "bool"
+    return item.ndim if is_mask else 1
+
+
+def _open_items(x: Tensor, items: Sequence[Any]) -> list[tuple[int, int]]:
+    """The open items of a key, by their places in it and the dim that each names."""
+    opened: list[tuple[int, int]] = []
+    dim = 0
+    for place, item in enumerate(items):
+        if _opens(item):
+            opened.append((place, dim))
+        if item is Ellipsis:
+            dim += x.ndim - sum(_width_of(other) for other in items if other is not Ellipsis)
+        else:
+            dim += _width_of(item)
+    return opened
+
+
+def _look_up(x: Tensor, items: Sequence[Any], place: int, dim: int) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """What an open item of a key names of ``x``, its indices, and the key by which the others go on from there."""
+    item = items[place]
+    indices = _indices_of(x, item, dim)
+    part = x.index_select(dim, indices)
+    if isinstance(item, slice):
+        return part, indices, (*items[:place], _ALL, *items[place + 1 :])
+    return part.squeeze(dim), indices, (*items[:place], *items[place + 1 :])
+
+
+def _is_plain(item: Any) -> bool:
+    """Whether an item of a key gives a view."""
+    return item is None or item is Ellipsis or isinstance(item, slice | int | torch.SymInt) or _is_open(item)
+
+
+def _parts_of(x: Tensor, items: Sequence[Any]) -> tuple[tuple[Any, ...], dict[int, Any]]:
+    """A key that gives a view, without its open items, and these by the dim that each is of in that view."""
     opened: dict[int, Any] = {}
     rest: list[Any] = []
     dim = 0
     for item in items:
-        is_open = _is_open(item) or _length_of(item) is not None
-        if is_open:
+        if _opens(item):
             opened[dim] = item
-        rest.append(_ALL if is_open else item)
+        rest.append(_ALL if _opens(item) else item)
         if item is Ellipsis:
             dim += x.ndim - sum(other is not None and other is not Ellipsis for other in items)
-        elif is_open or item is None or isinstance(item, slice):
+        elif _opens(item) or item is None or isinstance(item, slice):
             dim += 1
     return tuple(rest), opened
 
 
 def _get(func: Any, x: Tensor, key: Any) -> Any:
-    rest, opened = _parts_of(x, key)
+    items = _items_of(x, key)
+    opened = _open_items(x, items)
     if not opened:
-        out = func(x, key)
-        if _is_open(out) and all(isinstance(item, int) for item in (key if isinstance(key, tuple) else (key,))):
+        out = func(x, _as_key(items, key))
+        if _is_open(out) and all(isinstance(item, int) for item in items):
             _ELEMENTS[out] = x, x._version, key
         return out
+    if not all(map(_is_plain, items)):  # of which none gives a view
+        part, rest = x, tuple(items)
+        for place, dim in reversed(opened):
+            part, _, rest = _look_up(part, rest, place, dim)
+        return func(part, rest)
+    rest, parts = _parts_of(x, items)
     part = func(x, rest)
-    for dim, item in reversed(opened.items()):
+    for dim, item in reversed(parts.items()):
         part = part.index_select(dim, _indices_of(part, item, dim))
         if _is_open(item):
             part = part.squeeze(dim)
@@ -146,10 +212,18 @@ def _get(func: Any, x: Tensor, key: Any) -> Any:
 
 
 def _set(func: Any, x: Tensor, key: Any, value: Any) -> Any:
-    rest, opened = _parts_of(x, key)
-    if len(opened) != 1:
-        return func(x, key, value)
-    ((dim, item),) = opened.items()
+    items = _items_of(x, key)
+    opened = _open_items(x, items)
+    if not opened:
+        return func(x, _as_key(items, key), value)
+    if len(opened) > 1 or not all(map(_is_plain, items)):
+        ((place, dim), *_) = opened
+        part, indices, rest = _look_up(x, items, place, dim)
+        _set(func, part, rest or (Ellipsis,), value)
+        x.index_copy_(dim, indices, part if isinstance(items[place], slice) else part.unsqueeze(dim))
+        return None
+    rest, parts = _parts_of(x, items)
+    ((dim, item),) = parts.items()
     whole = x[rest]
     indices = _indices_of(whole, item, dim)
     shape = [*whole.shape[:dim], indices.shape[0], *whole.shape[dim + 1 :]]
@@ -162,6 +236,10 @@ def _set(func: Any, x: Tensor, key: Any, value: Any) -> Any:
     return None
 
 
+def _as_key(items: Sequence[Any], key: Any) -> Any:
+    return tuple(items) if isinstance(key, tuple) else items[0]
+
+
 def _key_of(x: Tensor, dim: int, item: Any) -> tuple[Any, ...]:
     return (*[_ALL] * (dim % x.ndim), item)
 
@@ -170,7 +248,8 @@ def _narrow(func: Any, *args: Any, **kwargs: Any) -> Any:
     x, dim, start, length = _bound(("input", "dim", "start", "length"), args, kwargs)
     if not _is_open(start):
         return func(*args, **kwargs)
-    return _get(Tensor.__getitem__, x, _key_of(x, dim, slice(start, start + length)))
+    end = _shift(1)(torch.add, start, length) if isinstance(start, Tensor) else start + length
+    return _get(Tensor.__getitem__, x, _key_of(x, dim, slice(start, end)))
 
 
 def _select(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,6 +262,8 @@ def _select(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _roll(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     x, shifts, dims = _bound(("input", "shifts", "dims"), args, kwargs)
     shifts, dims = (v if isinstance(v, tuple | list) else (v,) for v in (shifts, dims))
+    if dims in ((), [], (None,)) and len(shifts) == 1 and _is_open(shifts[0]):
+        return _roll(func, x.flatten(), shifts, 0).view(x.shape)
     if not any(map(_is_open, shifts)) or len(shifts) != len(dims) or not all(isinstance(d, int) for d in dims):
         return func(*args, **kwargs)
     for shift, dim in zip(shifts, dims, strict=True):
@@ -219,12 +300,14 @@ class _Part:
         part: it, or a view of it, held so that no other tensor gets its id.
         source, key: of what it is a part; no key for a view of a part.
         version: of the source, when both held the same.
+        line: where it was looked up.
     """
 
     part: Tensor
     source: Tensor
     key: Any
     version: int
+    line: str
 
 
 class OpenPlaces(TorchFunctionMode):
@@ -249,7 +332,9 @@ class OpenPlaces(TorchFunctionMode):
         out = func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
         name = getattr(func, "__name__", "")
         if isinstance(out, _LookedUp):
-            self._parts[id(out.part)] = _Part(out.part, out.source, out.key, out.source._version)
+            self._parts[id(out.part)] = _Part(
+                out.part, out.source, out.key, out.source._version, line_of_frame(sys._getframe(1))
+            )
             return out.part
         part = self._parts.get(id(args[0])) if args and self._parts else None
         if part is not None and is_write(name):
@@ -258,8 +343,20 @@ class OpenPlaces(TorchFunctionMode):
         elif part is not None and is_view(name):
             for x in out if isinstance(out, tuple | list) else (out,):
                 if isinstance(x, Tensor) and id(x) not in self._parts:
-                    self._parts[id(x)] = _Part(x, part.source, None, part.version)
+                    self._parts[id(x)] = _Part(x, part.source, None, part.version, part.line)
         return out
+
+    def require_current(self, results: Sequence[Any]) -> None:
+        """Refuses results that are parts of tensors which have changed since."""
+        for x in results:
+            part = self._parts.get(id(x))
+            if part is not None and part.source._version != part.version:
+                raise refusal(
+                    "the model returns or keeps a part of a tensor, at a place that values tell, and changes the "
+                    "tensor afterwards,",
+                    part.line,
+                    "return it of the changed tensor, or clone() it",
+                )
 
     def _require_current(self, func: Any, args: Any, kwargs: Any) -> None:
         name = getattr(func, "__name__", "")

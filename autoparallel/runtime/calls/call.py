@@ -30,8 +30,8 @@ from autoparallel.graph.changed_arguments import (
 )
 from autoparallel.graph.drawn_numbers import move_on
 from autoparallel.graph.labels import is_entry, split_entry
-from autoparallel.graph.leaves import leaf_value
-from autoparallel.graph.lines import place_of_error
+from autoparallel.graph.leaves import Number, leaf_value
+from autoparallel.graph.lines import node_of_error, place_of
 from autoparallel.graph.nesting import unflatten
 from autoparallel.graph.plain_tensors import attribute_at, holder_of, rebind, tensor_at
 from autoparallel.operators import RandomState
@@ -41,6 +41,12 @@ from autoparallel.runtime.parameters.slices import lay_like
 from autoparallel.runtime.programs.microbatches import NotKept
 from autoparallel.runtime.programs.runner import Delivery, Outputs, OverMesh, refuse_detached
 from autoparallel.runtime.ranks.randomness import STREAM
+
+_OF_SLICES = (torch.ops.aten.index_select.default, torch.ops.aten.index_copy.default)
+_CUT_SHORT = (
+    "Where this is a slice at a place that values tell (x[:, i:i + n]): eager cuts it short at the end of the tensor, "
+    "and a program cannot.\nWhat to change: let i be at most x.shape[1] - n (i = min(i, x.shape[1] - n))."
+)
 
 
 def run_call(kinds: Kinds, plain: nn.Module, read: ReadCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -71,6 +77,7 @@ def run_call(kinds: Kinds, plain: nn.Module, read: ReadCall, args: Sequence[Any]
             results = kind.runner.run(call, STREAM.draw(kinds.exchange.place) if draws else RandomState(0, 0))
             settle(store.prefix)
             kinds.calls += call.is_training
+            results = _with_numbers_apart(captured, buffers, results)
             _write_back(captured, plain, buffers, results)
             _write_back_inputs(captured, call, results)
             values = _deliver(kinds, kind, call, results)
@@ -86,8 +93,10 @@ def run_call(kinds: Kinds, plain: nn.Module, read: ReadCall, args: Sequence[Any]
             return release(outputs, call.caches) if captured.returns_caches else outputs
         except BaseException as error:
             note_raised(error)
-            if place := place_of_error(error):
-                error.add_note(f"It was raised in {type(plain).__name__} by {place}")
+            if node := node_of_error(error):
+                error.add_note(f"It was raised in {type(plain).__name__} by {place_of(node)}")
+                if node.target in _OF_SLICES:
+                    error.add_note(_CUT_SHORT)
             raise
 
 
@@ -119,6 +128,19 @@ def _with_copies(captured: Captured, plain: nn.Module, call: Call) -> Call:
     require_writable(call.arguments or call.leaves, captured.written, tensors)
     leaves = (x.clone() if place in captured.written else x for place, x in enumerate(call.leaves))
     return replace(call, leaves=tuple(leaves), arguments=call.arguments or call.leaves)
+
+
+def _with_numbers_apart(captured: Captured, buffers: Sequence[torch.Tensor], results: Sequence[Any]) -> list[Any]:
+    """The results of a call, of which the numbers that it has read of buffers stay as they were read."""
+    values = list(results)
+    leaves = [*captured.outputs, *(leaf for _, leaves in captured.attributes.values() for leaf in leaves)]
+    numbers = {leaf.index for leaf in leaves if isinstance(leaf, Number)} if buffers else set()
+    changed = {storage_mark(local_of(x)) for x in buffers} if numbers else set()
+    for index in numbers:
+        value = values[index]
+        if isinstance(value, torch.Tensor) and storage_mark(value) in changed:
+            values[index] = value.clone()
+    return values
 
 
 def _write_back_inputs(captured: Captured, call: Call, results: Sequence[Any]) -> None:

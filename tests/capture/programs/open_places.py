@@ -83,7 +83,7 @@ class Counting(nn.Module):
         self.at += 1
         return out
 
-    def part(self, h: Tensor, at: int) -> Tensor:
+    def part(self, h: Tensor, at: int) -> Any:
         raise NotImplementedError
 
 
@@ -165,6 +165,71 @@ class WrittenThroughAPart(Counting):
 
 
 @program(ranks=True)
+class BesideIndices(Counting):
+    """Places beside tensors that index, or a mask; as numbers and as tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.linspace(-1, 1, 64).view(4, 16))
+
+    def part(self, h: Tensor, at: int) -> Tensor:
+        rows = torch.tensor([0, 2, 1])
+        mask = torch.arange(16) % 3 == 0
+        self.seen[rows, self.at] = 5.0
+        self.seen[at, mask] += 1.0
+        self.seen[at : at + 2, rows] *= 2.0
+        h = h * self.seen.sum(0)
+        return h[rows, at] + h[self.at, rows] + h[at : at + 2, rows].sum() + h[rows, at : at + 2].sum(1)
+
+
+@program(ranks=True)
+class WrittenAtTwoPlaces(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4, 16))
+
+    def part(self, h: Tensor, at: int) -> Tensor:
+        self.seen[at, self.at + 1] = 3.0
+        self.seen[at : at + 2, at : at + 3] += h.detach()[:2, at + 1 : at + 4]
+        out = h * 1.0
+        out[at : at + 2, at] = h[0, at : at + 2]
+        return out @ self.seen.T
+
+
+@program(ranks=True)
+class FromTheEnd(Counting):
+    """Negative places, steps, and lists of places."""
+
+    def part(self, h: Tensor, at: int) -> Tensor:
+        back = at + 6
+        h = h * 1.0
+        h[:, -back : -back + 4] *= 2.0
+        steps = h[:, at : at + 8 : 2] + h[:, -back - 3 : -back + 4 : 2]
+        return steps * h[:, -back : -back + 4] + h[:, [at, at + 1, 3, -at - 1]]
+
+
+@program(ranks=True)
+class NarrowedAtATensor(Counting):
+    def part(self, h: Tensor, at: int) -> Tensor:
+        return h.narrow(1, self.at, 4) + torch.narrow(h, -1, start=self.at + 1, length=h.shape[0])[:, :1]
+
+
+@program(ranks=True)
+class RolledAsAWhole(Counting):
+    def part(self, h: Tensor, at: int) -> Tensor:
+        return h.roll(at) + torch.roll(h, -at)
+
+
+@program(ranks=True)
+class ReturnedPlace(Counting):
+    """The number that was read, though the buffer moves on."""
+
+    def part(self, h: Tensor, at: int) -> Any:
+        self.before = at
+        return h[:, at : at + 4], at
+
+
+@program(ranks=True)
 class AtAPlaceDrawn(nn.Module):
     """Segments of audio, by Python's random numbers."""
 
@@ -213,6 +278,15 @@ class ReadAfterAChange(Counting):
         part = h[:, at : at + 4]
         h.add_(1.0)
         return part * 2  # refused
+
+
+@program(refused="clone")
+class ReturnedBehindAChange(Counting):
+    def part(self, h: Tensor, at: int) -> Any:
+        h = h * 2
+        part = h[:, at : at + 4]  # refused
+        h.add_(1.0)
+        return part, h
 
 
 @program(refused="write to the tensor itself")
