@@ -41,6 +41,7 @@ from torch.utils import _pytree as pytree
 from autoparallel._torch.casts import wrap_with_autocast
 from autoparallel._torch.export import has_composition, make_fake_mode, wrap_with_set_grad_enabled
 from autoparallel.graph.errors import refusal
+from autoparallel.graph.layers import is_checkpointed
 from autoparallel.graph.lines import line_of, marks_of
 from autoparallel.operators.changed_parameters import with_value
 from autoparallel.passes.mark_gradients import is_continuous, stops_gradient
@@ -262,6 +263,13 @@ class _Walk:
         if enabled and any(self.carries.get(x) for x in node.all_input_nodes if x is not target):
             raise refusal(
                 "a parameter is changed in place by what carries a gradient", line_of(node), "use torch.no_grad()"
+            )
+        if is_checkpointed(node):
+            raise refusal(
+                "a parameter is changed in place in a region of torch.utils.checkpoint, which changes it once more "
+                "where the backward runs it again,",
+                line_of(node),
+                "change it before the region begins",
             )
         names = {x for root in self.roots[target] for x in self.parameters.get(root, ())}
         readers = [user for x in {*alike, *names} for user in x.users if self.carries.get(user) and user not in names]

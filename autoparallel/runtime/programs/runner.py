@@ -51,7 +51,8 @@ class Runner:
         buckets = [ParameterBucket(b, store) for b in program.buckets]
         self.hoisted = [b for b in buckets if not b.bucket.per_use]
         self.per_use = [b for b in buckets if b.bucket.per_use]
-        self.used = tuple(program.chains)
+        # No backward needs what a parameter was that the call changes itself, so that another call may change it again.
+        self.used = tuple(name for name in program.chains if name not in captured.changed_parameters)
         self.modules = {bucket.bucket.name: bucket for bucket in self.per_use}
         self._complete_graphs()
         self.body = make_body(program)

@@ -298,6 +298,24 @@ def a_momentum_encoder_in_windows(run: Run) -> None:
         run.note_state(model)
 
 
+@loop(ranks=True)
+def two_calls_before_one_backward(run: Run) -> None:
+    """The second call changes again what the first has changed: two views of images, an evaluation in between."""
+    for plain in (Momentum(), MaskedWeights()):
+        model = run.compile(plain.double())
+        optimizer = sgd(model)
+        for step in range(STEPS):
+            loss = model(numbers(8, 8, seed=step)).mean() + model(numbers(8, 8, seed=10 + step)).mean()
+            with torch.no_grad():
+                run.note("evaluation", model(numbers(8, 8, seed=99)))
+            run.note("loss", loss)
+            loss.backward()
+            run.note_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.note_state(model)
+
+
 # -- refused --------------------------------------------------------------------------------------------------------
 
 
@@ -325,6 +343,18 @@ class ChangedBehindAView(Weights):
         turned = self.weight.T
         self.weight.data.mul_(0.5)  # refused
         return x @ turned
+
+
+@program(refused="before the region begins")
+class ChangedInACheckpoint(Weights):
+    """Eager changes it again in the backward, and differentiates that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.run, x, use_reentrant=False)  # type: ignore[no-any-return] # refused
+
+    def run(self, x: Tensor) -> Tensor:
+        self.weight.data.mul_(0.5)
+        return torch.tanh(F.linear(x, self.weight))
 
 
 @program(refused="no_grad")
