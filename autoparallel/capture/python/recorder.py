@@ -416,7 +416,8 @@ class Recorder:
             raise refusal(f"a call replaces the buffer {label}", line, IN_THE_MODEL)
         if kind != "_buffers":
             what = "parameter" if kind == "_parameters" else "module"
-            raise refusal(f"a call replaces the {what} {label}", line, "do so outside of forward")
+            instead = f", or give it new values (self.{name}.data = value)" if kind == "_parameters" else ""
+            raise refusal(f"a call replaces the {what} {label}", line, f"do so outside of forward{instead}")
         if isinstance(now, torch.Tensor) and not now.requires_grad and before is None:
             written[label] = now
             self.written[label] = Written(vars(watched.original), name, now, fills=True, line=line)
