@@ -153,6 +153,7 @@ class _Walk:
         self.tied: set[fx.Node] = set()  # memory that the results of an opaque call may share
         self.detached: dict[tuple[fx.Node, int], fx.Node] = {}
         self.parameters: dict[fx.Node, list[fx.Node]] = {}  # by what names each is read
+        self.named: dict[fx.Node, fx.Node] = {}  # which of them a name is of
         self.overtaken: list[tuple[fx.Node, list[fx.Node]]] = []  # changes of parameters, what has read these
         self.last_placeholder = next(reversed(graph.find_nodes(op="placeholder")), None)
         for node in graph.nodes:
@@ -161,7 +162,7 @@ class _Walk:
                 self.stops[node] = frozenset()
                 self.carries[node] = node.name in differentiable
                 if node.name in parameters:
-                    self.parameters[node] = [node]
+                    self._name(node, node)
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -192,9 +193,14 @@ class _Walk:
             self._detach(node, region)
         for target, parameter in changed:
             self._give_value(node, target, parameter)
-        for names in self.parameters.values():
-            if node.args and node.args[0] in names and _is_its_operand(node):  # w.to(...) of what has that dtype
-                names.append(node)
+        read = node.args[0] if node.args else None
+        if isinstance(read, fx.Node) and read in self.named and _is_its_operand(node):  # w.to(...) of its own dtype
+            self._name(self.named[read], node)
+
+    def _name(self, parameter: fx.Node, name: fx.Node) -> None:
+        """Notes by what a parameter is read."""
+        self.parameters.setdefault(parameter, []).append(name)
+        self.named[name] = parameter
 
     def _detach(self, node: fx.Node, region: int) -> None:
         for x in node.all_input_nodes:
@@ -299,7 +305,7 @@ class _Walk:
         """Has those that read a parameter behind a change of it read the value that it has then."""
         names = self.parameters[parameter]
         if target in names:
-            names.append(node)
+            self._name(parameter, node)
         if not self.carries[parameter]:
             return
         later = [user for x in names for user in x.users if user not in self.carries and self._reads_gradient(user)]
@@ -316,7 +322,7 @@ class _Walk:
         for user in later:
             for x in names:
                 user.replace_input_with(x, value)
-        names.append(value)
+        self._name(parameter, value)
 
     def _reads_gradient(self, user: fx.Node) -> bool:
         """Whether what reads a tensor may carry its gradient; all else goes on to read, or to write to, its memory."""
