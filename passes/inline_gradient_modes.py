@@ -222,7 +222,9 @@ class _Walk:
         """A change in place: of everything that shares the memory."""
         roots = self.roots.get(target, frozenset())
         alike = [x for x, owners in self.roots.items() if owners & roots]
-        parameter = any(root.op == "placeholder" for root in roots)  # refused where the graph is described
+        is_of_caller = any(
+            root.op == "placeholder" for root in roots
+        )  # an input's is refused where the graph is described
         flows = any(self.carries[x] for x in alike)
         if not roots.isdisjoint(self.parameters):
             self._note_readers(node, target, alike, enabled)
@@ -233,10 +235,10 @@ class _Walk:
                 line_of(node),
                 "change a copy (y = x.clone())",
             )
-        if flows and not parameter and node.target is torch.ops.aten.detach_.default:
+        if flows and not is_of_caller and node.target is torch.ops.aten.detach_.default:
             raise refusal("a tensor that carries a gradient is detached in place", line_of(node), "use x = x.detach()")
         beside = any(self.carries[x] and not self.stops[x] >= self.stops[target] for x in alike)
-        if flows and not parameter and (not enabled or target in self.severed or beside):
+        if flows and not is_of_caller and (not enabled or target in self.severed or beside):
             how = "torch.no_grad()" if not enabled else "detach()"
             raise refusal(
                 f"under {how} a tensor that carries a gradient is changed in place: its value changes, its gradient "
@@ -309,6 +311,8 @@ class _Walk:
         if not self.carries[parameter]:
             return
         later = [user for x in names for user in x.users if user not in self.carries and self._reads_gradient(user)]
+        if not later:
+            return
         assert self.last_placeholder is not None
         with self.graph.inserting_after(self.last_placeholder):
             before = self.graph.call_function(torch.ops.aten.clone.default, (parameter,))

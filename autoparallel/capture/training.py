@@ -26,7 +26,7 @@ from autoparallel.graph.beside import method_of, take_apart
 from autoparallel.graph.caches import caches_in, release, tensors_in
 from autoparallel.graph.changed_arguments import ARGUMENTS, describe_changes, note_containers
 from autoparallel.graph.errors import CaptureError
-from autoparallel.graph.nesting import flatten_results, map_tensors
+from autoparallel.graph.nesting import cast_floats, flatten_results
 from autoparallel.graph.python_state import is_plain
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class Training(nn.Module):
     def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
         """What the model returns, or its loss; what both change of their arguments is kept."""
         inputs, target = (args, ()) if self.loss_fn is None else (args[:-1], args[-1:])
-        inputs, kwargs = _cast((inputs, kwargs), self.input_dtype)
+        inputs, kwargs = cast_floats((inputs, kwargs), self.input_dtype)
         containers = note_containers((*inputs, *target), kwargs)
         outputs = self._run(inputs, kwargs, method)
         if self.loss_fn is not None:
@@ -206,7 +206,7 @@ class Training(nn.Module):
                 )
         if not asks_for_cache(run, args, kwargs):
             outputs = without_caches(outputs)
-        return _cast(outputs, self.output_dtype)
+        return cast_floats(outputs, self.output_dtype)
 
 
 def _require_unset(attributes: TensorAttributes) -> None:
@@ -246,10 +246,3 @@ def _as_divisor(count: Any, total: torch.Tensor) -> Any:
     if isinstance(count, torch.Tensor) or not isinstance(count, int) and not _torch.export.is_read(count):
         return count
     return torch.scalar_tensor(count, dtype=torch.int64, device=total.device)
-
-
-def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    """Nested values with their floating tensors in another dtype."""
-    if dtype is None:
-        return values
-    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, values)

@@ -57,6 +57,13 @@ def map_tensors(function: Callable[[torch.Tensor], Any], values: Any) -> Any:
     )  # fmt: skip
 
 
+def cast_floats(values: Any, dtype: torch.dtype | None) -> Any:
+    """Nested values with their floating tensors in another dtype; None leaves them as they are."""
+    if dtype is None:
+        return values
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, values)
+
+
 class _Held:
     """A constant that has no leaves: how values nest tells of it."""
 

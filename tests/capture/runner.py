@@ -142,6 +142,14 @@ class Run:
         for name, parameter in model.named_parameters():
             self.note(f"gradient of {name}", parameter.grad)
 
+    def finish(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+        """The end of an ordinary step, whose loss and gradients are noted."""
+        self.note("loss", loss)
+        loss.backward()
+        self.note_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
     def note_state(self, model: nn.Module) -> None:
         """Parameters, buffers and plain attributes."""
         for name, parameter in model.named_parameters():

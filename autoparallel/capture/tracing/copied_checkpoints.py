@@ -56,7 +56,7 @@ def _digest_of(cls: type[torch.autograd.Function]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
-class Given(TorchFunctionMode):
+class GivenTensors(TorchFunctionMode):
     """Inside, what carries a gradient must be among some tensors, or be made of them.
 
     Raises:

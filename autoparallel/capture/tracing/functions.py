@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoparallel import _torch
 from autoparallel._torch.tensors import storage_mark
 from autoparallel.capture.tracing.collectives import CURE as COLLECTIVES_CURE
-from autoparallel.capture.tracing.copied_checkpoints import Given, is_copied_checkpoint
+from autoparallel.capture.tracing.copied_checkpoints import GivenTensors, is_copied_checkpoint
 from autoparallel.capture.tracing.trace import CURRENT, Trace, fresh, listening, refuse, register, with_results
 from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.lines import line_of
@@ -196,7 +196,7 @@ def _copied_checkpoint(trace: Trace, run: Callable[..., Any], length: int, *args
     """One that differentiates what the function is given, and the parameters that the checkpoint is, alone."""
 
     def run_given(*tensors: Any) -> Any:
-        with Given(args):
+        with GivenTensors(args):
             return run(*tensors[:length])
 
     return _checkpoint(trace, run_given, None, *args)

@@ -39,8 +39,6 @@ class _LookedUp(NamedTuple):
 
 
 _NUMBERS = int | torch.SymInt
-
-
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
@@ -170,23 +168,20 @@ def _look_up(x: Tensor, items: Sequence[Any], place: int, dim: int) -> tuple[Ten
 
 def _is_plain(item: Any) -> bool:
     """Whether an item of a key gives a view."""
-    return item is None or item is Ellipsis or isinstance(item, slice | int | torch.SymInt) or _is_open(item)
+    return item is None or item is Ellipsis or isinstance(item, slice | _NUMBERS) or _is_open(item)
 
 
-def _parts_of(x: Tensor, items: Sequence[Any]) -> tuple[tuple[Any, ...], dict[int, Any]]:
-    """A key that gives a view, without its open items, and these by the dim that each is of in that view."""
-    opened: dict[int, Any] = {}
-    rest: list[Any] = []
-    dim = 0
-    for item in items:
-        if _opens(item):
-            opened[dim] = item
-        rest.append(_ALL if _opens(item) else item)
-        if item is Ellipsis:
-            dim += x.ndim - sum(other is not None and other is not Ellipsis for other in items)
-        elif _opens(item) or item is None or isinstance(item, slice):
-            dim += 1
-    return tuple(rest), opened
+def _parts_of(items: Sequence[Any], opened: Sequence[tuple[int, int]]) -> tuple[tuple[Any, ...], dict[int, Any]]:
+    """A key that gives a view, without its open items, and these by the dim that each is of in that view: a number in
+    front of it takes a dim away, None adds one."""
+    rest = list(items)
+    parts: dict[int, Any] = {}
+    for place, dim in opened:
+        before = rest[:place]  # of which those that are open have become slices
+        new, numbers = sum(x is None for x in before), sum(isinstance(x, _NUMBERS) for x in before)
+        parts[dim + new - numbers] = items[place]
+        rest[place] = _ALL
+    return tuple(rest), parts
 
 
 def _get(func: Any, x: Tensor, key: Any) -> Any:
@@ -202,7 +197,7 @@ def _get(func: Any, x: Tensor, key: Any) -> Any:
         for place, dim in reversed(opened):
             part, _, rest = _look_up(part, rest, place, dim)
         return func(part, rest)
-    rest, parts = _parts_of(x, items)
+    rest, parts = _parts_of(items, opened)
     part = func(x, rest)
     for dim, item in reversed(parts.items()):
         part = part.index_select(dim, _indices_of(part, item, dim))
@@ -222,7 +217,7 @@ def _set(func: Any, x: Tensor, key: Any, value: Any) -> Any:
         _set(func, part, rest or (Ellipsis,), value)
         x.index_copy_(dim, indices, part if isinstance(items[place], slice) else part.unsqueeze(dim))
         return None
-    rest, parts = _parts_of(x, items)
+    rest, parts = _parts_of(items, opened)
     ((dim, item),) = parts.items()
     whole = x[rest]
     indices = _indices_of(whole, item, dim)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.capture.caches import asks_for_cache, without_caches
 from autoparallel.capture.python.watched import is_bookkeeping
-from autoparallel.graph.nesting import flatten_by_names, map_tensors
+from autoparallel.graph.nesting import cast_floats, flatten_by_names
 from autoparallel.operators import RandomState, plain_randomness
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.parameters.slices import lies_elsewhere
@@ -179,15 +179,9 @@ def _run_plain(model: nn.Module, task: Task, args: tuple[Any, ...], kwargs: Mapp
     if policy is None:
         return model(*args, **kwargs)
     if policy.cast_forward_inputs:
-        args, kwargs = _cast((args, dict(kwargs)), policy.param_dtype)
-    used = {name: _cast(p, policy.param_dtype) for name, p in model.named_parameters()}
-    return _cast(functional_call(model, used, args, dict(kwargs)), policy.output_dtype)
-
-
-def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None:
-        return values
-    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, values)
+        args, kwargs = cast_floats((args, dict(kwargs)), policy.param_dtype)
+    used = {name: cast_floats(p, policy.param_dtype) for name, p in model.named_parameters()}
+    return cast_floats(functional_call(model, used, args, dict(kwargs)), policy.output_dtype)
 
 
 def _takes_target(task: Task) -> bool:

@@ -308,11 +308,7 @@ def two_calls_before_one_backward(run: Run) -> None:
             loss = model(numbers(8, 8, seed=step)).mean() + model(numbers(8, 8, seed=10 + step)).mean()
             with torch.no_grad():
                 run.note("evaluation", model(numbers(8, 8, seed=99)))
-            run.note("loss", loss)
-            loss.backward()
-            run.note_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
+            run.finish(model, optimizer, loss)
             run.note_state(model)
 
 

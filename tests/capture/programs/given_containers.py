@@ -18,11 +18,7 @@ from tests.capture.runner import STEPS, Run, numbers, sgd
 
 def _step(run: Run, model: Any, optimizer: torch.optim.Optimizer, *args: Any) -> None:
     loss = model(*args).square().mean()
-    run.note("loss", loss)
-    loss.backward()
-    run.note_gradients(model)
-    optimizer.step()
-    optimizer.zero_grad()
+    run.finish(model, optimizer, loss)
 
 
 @loop(ranks=True)

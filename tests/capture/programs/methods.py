@@ -80,11 +80,7 @@ def a_method_beside_forward(run: Run) -> None:
         model.train()
         first, second = model.encode(x, normal=True), model.encode(x + 0.1, normal=True)
         loss = -(first * second).sum(-1).mean() + F.cross_entropy(model(x), torch.arange(8) % 4)
-        run.note("loss", loss)
-        loss.backward()
-        run.note_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.finish(model, optimizer, loss)
         model.eval()
         with torch.no_grad():
             run.note("evaluation", (model.encode(x), model(x), model.mean))

@@ -368,11 +368,7 @@ def train_with(run: Run, loss_fn: Any, change: Any) -> None:
     for step in range(STEPS):
         change(step)
         loss = model(*rows_and_targets(step))
-        run.note("loss", loss)
-        loss.backward()
-        run.note_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.finish(model, optimizer, loss)
         run.note_state(model)
 
 

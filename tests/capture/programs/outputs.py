@@ -217,11 +217,7 @@ def loss_fn_and_outputs(run: Run) -> None:
     optimizer = sgd(model)
     for step in range(STEPS):
         loss = model(*rows_and_targets(step))
-        run.note("loss", loss)
-        loss.backward()
-        run.note_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.finish(model, optimizer, loss)
         run.note_state(model)
     run.models[0].eval()
     with torch.no_grad():

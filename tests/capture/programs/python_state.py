@@ -282,11 +282,7 @@ def closure_of_the_loss(run: Run) -> None:
     for step in range(STEPS):
         weight = 1.0 + step
         loss = model(*rows_and_targets(step))
-        run.note("loss", loss)
-        loss.backward()
-        run.note_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.finish(model, optimizer, loss)
         run.note_state(model)
 
 
