@@ -34,14 +34,15 @@ from autoparallel.capture.functional.layers import NotAlike, Stack, find_stacks,
 from autoparallel.capture.functional.passes import filling_passes, resolving_passes
 from autoparallel.capture.functional.selections import group_selections
 from autoparallel.capture.functional.ways import FixedOnOneWayError, SetOnOneWayError, Way, merge
-from autoparallel.capture.python.changes import ContainerChangedError, StateChangedError, Written
-from autoparallel.capture.python.globals_read import (
-    GlobalsRead,
-    owners_of,
-    packages_of,
-    read_of_loss,
+from autoparallel.capture.python.changes import (
+    ContainerChangedError,
+    StateChangedError,
+    VariablesChangedError,
+    Written,
 )
+from autoparallel.capture.python.globals_read import GlobalsRead
 from autoparallel.capture.python.journals import JournalReadError
+from autoparallel.capture.python.loss_functions import owners_of, packages_of, read_of_loss
 from autoparallel.capture.refusals.failures import error_of_call, explain_failure, is_raised_by_model, place_of
 from autoparallel.capture.refusals.refusals import (
     INSTEAD_OF_WAYS,
@@ -65,6 +66,7 @@ from autoparallel.graph.hooks import HookTemplate, require_full_hooks
 from autoparallel.graph.layers import find_runs, is_checkpointed, layer_of
 from autoparallel.graph.lines import first_line, line_of
 from autoparallel.graph.python_state import PythonState
+from autoparallel.graph.surroundings import SCRIPT
 from autoparallel.operators.control_flow import goes_by_values, is_selection
 from autoparallel.operators.opaque import OpaqueCall
 from autoparallel.passes.recompute_layers import checkpointed_layers
@@ -146,6 +148,7 @@ class Attempt:
             are open.
         reads_flags: whether Python is told what flags hold (see ``tracing.tensor_attributes``).
         fixes_whole: whether whole numbers that it draws are fixed.
+        looks_after: whether another attempt looks after the variables around the model that a run changes.
 
     Attributes:
         inputs: what stands for those of the call; ``scale`` is how many times its batch is traced.
@@ -166,6 +169,7 @@ class Attempt:
     may_read: bool = False
     reads_flags: bool = False
     fixes_whole: bool = False
+    looks_after: bool = True
 
     def __post_init__(self) -> None:
         self.mode = make_fake_mode()
@@ -182,6 +186,7 @@ class Attempt:
                 self.model, settings.loss_fn, self.inputs, settings.training, settings.precision, settings.device
             )
         self._reads = self._make_reads()
+        self.copies.names = self._reads.names
         self._attributes = TensorAttributes(self.model, self.leaves, reads_flags=self.reads_flags)
 
     @property
@@ -398,7 +403,8 @@ class Attempt:
             return [], error
         inside = tuple(f"{stack.path}." for stack in stacks)
         changing = {*whole.findings.attributes, *take_apart(self.inputs.arguments[1])[1].attributes}
-        return ([] if any(f"model.{name}".startswith(inside) for name in changing) else stacks), None
+        is_inside = any(f"model.{name}".startswith(inside) or name.startswith(f"{SCRIPT}.") for name in changing)
+        return ([] if is_inside else stacks), None
 
     def _read_of_next(self, written: Mapping[str, Written]) -> PythonState | None:
         """What the next call reads, which finds filled what this one has found empty (see ``first_calls``)."""
@@ -429,6 +435,8 @@ class Attempt:
             except ContainerChangedError:
                 raise
             except StateChangedError as error:
+                if isinstance(error, VariablesChangedError) and self.looks_after:
+                    raise
                 raise _with_line(error, self.copies.make(), self._make_reads(), self.run) from None
             except ChangesAttributesError as error:
                 raise self._with_lines(error) from None

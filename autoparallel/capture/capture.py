@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.capture.attempt import Attempt, CaptureSettings
 from autoparallel.capture.fake_inputs import scale_of, traced_shape
+from autoparallel.capture.python.changes import VariablesChangedError
 from autoparallel.graph.beside import beside_in, method_of, take_apart
 from autoparallel.graph.calls import closed, fits, without_numbers
 from autoparallel.graph.captured import Captured, InputSpec, NumberSpec
@@ -24,6 +25,7 @@ from autoparallel.graph.carried_attributes import ChangesAttributesError
 from autoparallel.graph.drawn_numbers import DrawsNumbersError
 from autoparallel.graph.errors import CaptureError, FailsUntraced
 from autoparallel.graph.garbage import MANY, collected_rarely, count_as_old
+from autoparallel.graph.surroundings import surroundings_of
 from autoparallel.passes.follow_batch import follow_results, weight_of_rows
 
 
@@ -72,6 +74,7 @@ def _capture(
     failed: CaptureError | None = None
     vain: list[Any] = []  # what a model cannot be called with, traced or not
     reads_values = reads_flags = fixes_whole = refused = False
+    surroundings, rounds = surroundings_of(model), 0
     fixed: dict[str, None] = {}
     while attempts:
         forms, may_read = attempts.pop(0)
@@ -80,13 +83,19 @@ def _capture(
             continue
         attempt = Attempt(
             model, forms, in_spec, settings, fixed=fixed, leaves=leaves, may_read=may_read, reads_flags=reads_flags,
-            fixes_whole=fixes_whole,
+            fixes_whole=fixes_whole, looks_after=rounds < _MOST_ROUNDS,
         )  # fmt: skip
         try:
             with _torch.export.without_reports():
                 captured = attempt.capture()
         except (ChangesAttributesError, DrawsNumbersError):  # whatever is open
             raise
+        except VariablesChangedError as error:
+            rounds += 1
+            for variable in error.variables:
+                surroundings.add(variable)
+            attempts.insert(0, (forms, may_read))
+            continue
         except CaptureError as error:
             failed = error  # the last one speaks of the sizes of the call
             if attempt.has_open_whole and not fixes_whole:  # where a crop begins, which decides a size to the trace
@@ -118,6 +127,10 @@ def _capture(
         raised = failed.raised_by_model if isinstance(failed, FailsUntraced) else None
         raise (CaptureError(text) if raised is None else FailsUntraced(text, raised)) from failed.__cause__
     raise failed
+
+
+_MOST_ROUNDS = 4
+"""How often what a run changes around a model is looked after: cells may be made anew in each call."""
 
 
 def _pinned_numbers(captured: Captured, specs: Sequence[InputSpec | Any], in_spec: pytree.TreeSpec) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from autoparallel.capture.caches import asks_for_cache, make_no_caches
 from autoparallel.capture.fake_inputs import FakeInputs
 from autoparallel.capture.python.closures import Closures
 from autoparallel.capture.python.recorder import Recorder
+from autoparallel.capture.python.watched import WatchedVariables
 from autoparallel.capture.refusals.refusals import require_dense, uncopied
 from autoparallel.capture.training import Training
 from autoparallel.graph.beside import method_of, take_apart
@@ -30,6 +32,7 @@ from autoparallel.graph.plain_tensors import (
     stand_in,
     trained_attributes,
 )
+from autoparallel.graph.surroundings import SCRIPT, TRACED, surroundings_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -52,6 +55,7 @@ class Copies:
         references: the tensors that are neither parameters nor buffers, by the ids of their fakes.
         recorders: of all copies.
         closures: of the model's functions, as the last copy has them.
+        names: of the variables around the model that are looked after and that a run has read.
         journals: the labels of lists and dicts that a run has changed: it may only add to them.
         read: the labels of those that it has read as well.
         returned_anyway: the labels of attributes that calls are given, and return also where they leave them as they
@@ -71,6 +75,7 @@ class Copies:
         self._model, self._loss_fn, self._inputs = model, loss_fn, inputs
         self._training, self._precision, self._device = training, precision, device
         self.recorders: list[Recorder] = []
+        self.names: set[str] = set()
         self.journals: set[str] = set()
         self.read: set[str] = set()
         self.returned_anyway: set[str] = set()
@@ -108,7 +113,7 @@ class Copies:
     def make(self) -> Training:
         """A copy of the model with its loss, of which all that it reads and writes is recorded; a plain attribute that
         is a tensor is a buffer of the copy."""
-        model, loss_fn, table = self._model, self._loss_fn, dict(self.fakes)
+        model, loss_fn, table = self._model, self._loss_fn, {**self.fakes, id(TRACED): TRACED}
         try:
             self.closures = Closures(model, table)
             with laid_out_by_nobody():
@@ -120,6 +125,7 @@ class Copies:
                 "What to change: make it such that copy.deepcopy(model) works (a __getattr__ of its class must raise "
                 "AttributeError for what is not there)."
             ) from error
+        around = self._copy_surroundings(table)
         for name in self._attributes:
             make_buffer(plain, name)
         if self._training is not None:
@@ -128,7 +134,9 @@ class Copies:
             make_no_caches(plain)
         loss = copy.deepcopy(loss_fn, table) if isinstance(loss_fn, nn.Module) else loss_fn
         pair = (loss_fn, loss) if isinstance(loss_fn, nn.Module) and isinstance(loss, nn.Module) else None
-        recorder = Recorder(model, plain, table, self._trained, pair, self._constants, self.journals, self.read)
+        recorder = Recorder(
+            model, plain, table, self._trained, pair, self._constants, around, self.journals, self.read
+        )  # fmt: skip
         self.recorders.append(recorder)
         inputs = self._inputs
         wrapper = Training(
@@ -148,6 +156,20 @@ class Copies:
         wrapper.findings.existing = {*map(id, table.values()), *inputs.ids}
         wrapper.findings.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
         return wrapper
+
+    def _copy_surroundings(self, table: dict[int, Any]) -> WatchedVariables:
+        """What a copy has in the place of what the variables around the model hold."""
+        holder, twins = surroundings_of(self._model).holder, {}
+        for name, value in vars(holder).items():
+            try:
+                twins[name] = copy.deepcopy(value, table)
+            except Exception as error:
+                raise CaptureError(
+                    f"a call changes {SCRIPT}.{name}, a {type(value).__name__}, which cannot be copied for tracing "
+                    f"({type(error).__name__}: {error})\n"
+                    "What to change: return what changes as an output, or keep it in an attribute of the model."
+                ) from error
+        return WatchedVariables(SCRIPT, holder, SimpleNamespace(**twins), reads=self.names)
 
 
 def _owners_of(model: nn.Module) -> dict[str, str]:

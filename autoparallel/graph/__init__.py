@@ -12,7 +12,7 @@
 - ``beside``: what stands beside the arguments of a call: ``carried_attributes``, those that calls read and change,
   ``drawn_numbers``, those that calls draw of Python's ``random``, and a method that runs in the place of ``forward``.
 - ``plain_tensors``: tensors that a model holds without having registered them; ``labels`` tell of what it holds, and
-  where.
+  where; ``surroundings`` are ``variables`` around it.
 - ``nesting``: nested values as leaves; ``caches`` of generation and ``records``, objects that hold tensors, among them;
   ``changed_arguments``: the containers that a call changes.
 - ``generators``: those of random numbers that are Python's and numpy's.

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autoparallel import _torch
 from autoparallel.graph.labels import has_place, is_entry, label_of_entry, split_entry, step_from, steps_of
 from autoparallel.graph.python_state import MISSING, is_data
+from autoparallel.graph.surroundings import SCRIPT, surroundings_of
 
 LOSS = "the loss function"
 """The path of the loss function, beside those of a model's modules."""
@@ -87,13 +88,14 @@ def note_replaced(parameter: nn.Parameter, new: nn.Parameter, path: str) -> None
 
 
 def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that are no parameters and no buffers, by where they are."""
+    """The tensors that are no parameters and no buffers, by where they are: in the model, or around it."""
     registered = {id(t) for t in (*_torch.tensors.parameters_of(model), *model.buffers())}
     modules = {id(m) for m in model.modules()}
     tensors: dict[str, torch.Tensor] = {}
-    for path, module in model.named_modules():
-        tables = {id(vars(module)[name]) for name in ("_parameters", "_buffers", "_modules")}
-        for name, value in vars(module).items():
+    held = [(path, vars(module)) for path, module in model.named_modules()]
+    for path, attributes in (*held, (SCRIPT, vars(surroundings_of(model).holder))):
+        tables = {id(attributes.get(name)) for name in ("_parameters", "_buffers", "_modules")}
+        for name, value in attributes.items():
             if id(value) in tables:
                 continue
             label = f"{path}.{name}" if path else name
@@ -193,13 +195,15 @@ def tensor_at(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def holder_of(model: nn.Module, path: str, loss_fn: Any = None) -> Any:
-    """A module of a model, or of its loss function, or an object that one holds, by its path (``a.schedules[0]``).
+    """A module of a model, or of its loss function, or an object that one holds, by its path (``a.schedules[0]``); or
+    one that functions hold (see ``surroundings``).
 
     Raises AttributeError or LookupError where there is none.
     """
     holder, _, rest = path.partition(".")
-    root: Any
-    root, path = (loss_fn, rest) if holder == LOSS else (model, path)
+    root: Any = model
+    if holder in (LOSS, SCRIPT):
+        root, path = loss_fn if holder == LOSS else surroundings_of(model).holder, rest
     for is_to_entry, key in steps_of(path):
         root = step_from(root, is_to_entry, key)
     return root

@@ -20,6 +20,7 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.prediction import LatePrediction, Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
+from autoparallel.graph.surroundings import surroundings_of
 from autoparallel.passes.mark_batch import mark_batch, mark_batch_behind_time
 from autoparallel.passes.sort_calls import sort_calls
 from autoparallel.plan import Plan
@@ -43,11 +44,13 @@ class Planner:
         cache: of plans that were searched before.
 
     Attributes:
+        surroundings: the variables around the model that its calls change.
         sorts_calls: whether the calls of graphs are sorted, because ranks have traced them in other orders.
     """
 
     def __init__(self, model: nn.Module, request: Request, cache: PlanCache | None = None) -> None:
         self.model, self.request, self.cache = model, request, cache or PlanCache()
+        self.surroundings = surroundings_of(model)
         self.sorts_calls = False
         self._predicted: tuple[Plan, tuple[Any, ...], tuple[LocalProgram, Prediction] | None] | None = None
         # When the gradient of each parameter is reduced; within a limit that is chosen on the first program that

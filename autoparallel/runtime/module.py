@@ -21,6 +21,7 @@ from autoparallel.comm.waiting import RankMismatchError
 from autoparallel.comm.world import mesh_text
 from autoparallel.graph.calls import Call
 from autoparallel.graph.hooks import guard_direct_calls
+from autoparallel.graph.surroundings import TRACED
 from autoparallel.plan import Plan
 from autoparallel.runtime.calls.call import run_call
 from autoparallel.runtime.calls.exchange import Exchange
@@ -478,6 +479,8 @@ class ParallelModule(Face):
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A model of its own on the same mesh, with the same values, whose parameters lie as this one's do; all ranks
         make it together. It has its own gradients and no hooks on parameters. Its calls are captured anew."""
+        if id(TRACED) in memo:
+            return memo.get(id(self._plain), self)
         self._require_values("copy.deepcopy()")
         self._kinds.exchange.of_other("copy.deepcopy()")
         with torch.inference_mode(False):

@@ -8,6 +8,7 @@
   ``places`` tell where they are.
 - ``closures``: functions and weak references that a model holds, and that reach into it.
 - ``globals_read``: finds the globals and closures that functions read, and draws of Python's and numpy's generators;
-  ``loads`` are what byte code says of a function, ``roots`` the places that it loads from.
+  ``loads`` are what byte code says of a function, ``roots`` the places that it loads from; ``loss_functions`` bring
+  more along; ``running_functions`` are behind frames.
 - ``kinds_of_numbers``: what a model is told that asks for the type of a size; ``functions_of_numbers`` that are open.
 """

@@ -17,6 +17,7 @@ from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.labels import has_place
 from autoparallel.graph.leaves import TYPES
 from autoparallel.graph.python_state import MISSING, is_data, is_plain, is_same, shown
+from autoparallel.graph.variables import Variable
 
 IN_THE_MODEL = "keep what changes in the model, as a registered buffer"
 """What to change in a loss function."""
@@ -87,6 +88,14 @@ class ContainerChangedError(StateChangedError):
     def __init__(self, refused: StateChangedError, label: str) -> None:
         super().__init__(refused.at, refused.has_changed)
         self.label = label
+
+
+class VariablesChangedError(StateChangedError):
+    """Variables around the model that a run has changed, and that may be looked after (see ``graph.surroundings``)."""
+
+    def __init__(self, refused: StateChangedError, variables: Sequence[Variable]) -> None:
+        super().__init__(refused.at, refused.has_changed)
+        self.variables = variables
 
 
 def refused_past_the_model(label: str, place: str, line: str) -> CaptureError:

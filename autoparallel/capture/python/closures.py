@@ -12,8 +12,11 @@ from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
+from autoparallel import _torch
+from autoparallel.capture.python.containers import everything_in
 from autoparallel.graph.python_state import MISSING, PythonState
 
 
@@ -34,6 +37,13 @@ class Closures:
             for value in vars(module).values():
                 for function in _functions_in(value):
                     self._follow(function)
+        registered = {*map(id, (*_torch.tensors.parameters_of(model), *model.buffers()))}
+        for partly in partials_of(model):  # what a run changes of their arguments is looked after
+            arguments = *partly.args, *partly.keywords.values()
+            reaches = any(isinstance(x, torch.Tensor) or self._reaches(x) for x in (partly.func, *arguments))
+            held = everything_in(arguments)
+            if not reaches and not any(isinstance(x, nn.Module) or id(x) in registered for x in held):
+                memo[id(partly)] = partly
 
     def fill(self, copied: nn.Module) -> None:
         """Lets them reach into the copy, once it is made."""
@@ -82,6 +92,12 @@ class Closures:
         if isinstance(value, MethodType):
             return id(value.__self__) in self._inside
         return self._follow(value) if isinstance(value, FunctionType) else id(value) in self._inside
+
+
+def partials_of(model: nn.Module) -> list[partial[Any]]:
+    """The ``functools.partial``s that modules hold, as hooks, too."""
+    values = everything_in([[*vars(module).values()] for module in model.modules()])
+    return [value for value in values if isinstance(value, partial)]
 
 
 def _functions_in(value: Any) -> Iterator[FunctionType]:

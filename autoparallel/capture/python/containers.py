@@ -6,7 +6,9 @@ from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from operator import is_
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -85,7 +87,8 @@ def holds(value: Any, container: Any) -> bool:
 
 
 def objects_held(held: Iterable[tuple[str, Any]], objects: Container[int]) -> Iterator[tuple[str, Any]]:
-    """Objects that modules hold, also in lists and dicts, and then what those hold, with their places (``a.b[0].c``).
+    """Objects that modules hold, also in lists and dicts and by their methods, and then what those hold, with their
+    places (``a.b[0].c``).
 
     Args:
         held: what modules hold, with its places.
@@ -95,6 +98,8 @@ def objects_held(held: Iterable[tuple[str, Any]], objects: Container[int]) -> It
     visited: set[int] = set()
     while places:
         label, value = places.popleft()
+        if isinstance(value, MethodType):  # a hook, perhaps
+            label, value = f"{label}.__self__", value.__self__
         is_object, is_container = id(value) in objects, isinstance(value, list | tuple | dict | deque)
         if id(value) in visited or not (is_object or is_container):
             continue
@@ -107,19 +112,27 @@ def objects_held(held: Iterable[tuple[str, Any]], objects: Container[int]) -> It
             places.extend((label_of_entry(label, key), x) for key, x in entries if not is_plain(x) and is_key(key))
 
 
-def objects_in(value: Any) -> Iterator[Any]:
-    """A list or dict, and those in it, also as attributes of objects of the user's."""
+def everything_in(value: Any) -> Iterator[Any]:
+    """A value, and what is in it: in lists and dicts, as attributes of objects of the user's, and in what a
+    ``functools.partial`` comes with."""
     left, visited = [value], set[int]()
     while left:
         value = left.pop()
         if is_plain(value) or id(value) in visited:
             continue
         visited.add(id(value))
+        yield value
         if isinstance(value, list | tuple | dict | set | deque):
-            yield value
             left.extend(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, partial):
+            left.extend((value.func, value.args, value.keywords))
         elif is_data(value):
             left.extend(vars(value).values())
+
+
+def objects_in(value: Any) -> Iterator[Any]:
+    """A list or dict, and those in it, also as attributes of objects of the user's."""
+    return (x for x in everything_in(value) if isinstance(x, list | tuple | dict | set | deque))
 
 
 def leaves_of(value: Any) -> Iterator[Any]:

@@ -7,8 +7,6 @@ loads is snapshotted before its first line runs, and compared when the run has e
 from __future__ import annotations
 
 import cProfile
-import gc
-import inspect
 import os
 import random
 import sys
@@ -16,7 +14,6 @@ import threading
 import time
 import types
 import warnings
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,12 +25,13 @@ import numpy as np
 import torch
 
 from autoparallel import _torch
-from autoparallel.capture.python.changes import StateChangedError, refused_past_the_model
-from autoparallel.capture.python.closures import contents_of
+from autoparallel.capture.python.changes import StateChangedError, VariablesChangedError, refused_past_the_model
+from autoparallel.capture.python.closures import partials_of
 from autoparallel.capture.python.containers import objects_in
 from autoparallel.capture.python.kinds_of_numbers import is_stand_in
 from autoparallel.capture.python.loads import Loads, loads_of
-from autoparallel.capture.python.roots import Cell, Root
+from autoparallel.capture.python.roots import Finder, Root, find_nothing
+from autoparallel.capture.python.running_functions import cells_of_frame, functions_before, is_container, may_change
 from autoparallel.graph.errors import CaptureError, refusal, refused_draw
 from autoparallel.graph.garbage import collected_rarely, count_as_old
 from autoparallel.graph.generators import GENERATORS
@@ -49,17 +47,13 @@ from autoparallel.graph.python_state import (
     is_library,
     is_plain,
     shown,
-    slots_of,
 )
+from autoparallel.graph.surroundings import surroundings_of
+from autoparallel.graph.variables import Attribute, Cell, Default, Global, Variable, arguments_of, cells_of
 
 _CACHE = type(cache(len))
+_OF_TRACES = (torch.Tensor, torch.SymInt)
 _COLLECTIONS = (list, tuple, set, frozenset)
-_CONTAINERS = (list, dict, set, tuple, deque, *GENERATORS)
-
-
-def _is_container(value: Any) -> bool:
-    """Whether a value is compared as a whole, whatever is read of it."""
-    return isinstance(value, _CONTAINERS) or bool(slots_of(value)) and not is_data(value)
 
 
 def _key_id(key: Any) -> int:
@@ -128,15 +122,19 @@ class GlobalsRead:
 
     Attributes:
         checks: how often beartype has drawn.
+        names: of the variables read that are looked after (see ``graph.surroundings``): a copy has other values there.
     """
 
     def __init__(self, owners: tuple[Any, ...], packages: frozenset[str], model: torch.nn.Module) -> None:
-        self._packages = packages
+        self._packages, self._surroundings = packages, surroundings_of(model)
+        self.names: set[str] = set()
         self._members = {id(x) for x in (*model.modules(), *_torch.tensors.parameters_of(model), *model.buffers())}
         self._classes = {*map(id, (torch.Tensor, torch.nn.Parameter, *map(type, model.modules())))}
         self._roots: dict[Hashable, Root] = {}
         self._codes: dict[int, tuple[types.CodeType, Loads | None]] = {}
-        self._owners = {id(owner): owner for owner in owners}
+        self._owners: dict[int, tuple[Any, Finder]] = {id(owner): (owner, find_nothing) for owner in owners}
+        arguments = [x for function in partials_of(model) for x in arguments_of(function)]
+        self._arguments = [(x.read(), x) for x in arguments if may_change(x.read())]
         self._links: dict[Hashable, tuple[str, Callable[[], Any]]] = {}
         self._closures: set[Hashable] = set()
         self._caches: list[Any] = []
@@ -164,7 +162,7 @@ class GlobalsRead:
         drawn = self.drawn()
         random.setstate(self._python)
         np.random.set_state(self._numpy)
-        self._roots = {key: root for key, root in self._roots.items() if root.cell is None or not root.cell.is_left()}
+        self._roots = {key: root for key, root in self._roots.items() if not root.is_left()}
         changed = [root for root in self._roots.values() if root.changed()]
         for root in changed:
             root.now = shown(root.read())
@@ -178,7 +176,11 @@ class GlobalsRead:
                 )
             if changed:
                 key, at = changed[0].key, _explain_change(changed[0])
-                raise StateChangedError(at, lambda _, reads: reads.has_changed(key))
+                refused = StateChangedError(at, lambda _, reads: reads.has_changed(key))
+                variables = [root.find() for root in changed]
+                if all(variables):
+                    raise VariablesChangedError(refused, [x for several in variables for x in several])
+                raise refused
             if self._problem:
                 raise CaptureError(self._problem)
 
@@ -211,8 +213,8 @@ class GlobalsRead:
         """What was read."""
         state = PythonState()
         for root in self._roots.values():
-            if root.table is not None:
-                state.add(root.label, root.table, root.label, deep=True)
+            if isinstance(root.variable, Global):
+                state.add(root.label, root.variable.owner, root.label, deep=True)
             else:
                 state.watch(root.label, root.read, root.key, deep=True)
         for key, (label, read) in self._links.items():
@@ -242,15 +244,16 @@ class GlobalsRead:
         if loads is None:
             return
         if loads.cells and not is_installed(code.co_filename):
-            self._note_cells(frame, loads.cells)
+            self._note_cells(frame, loads)
         if loads.bases:
             self._note_bases(frame, loads.bases)
         if loads.first:
             owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             if id(owner) in self._owners or isinstance(owner, type) and not is_installed(code.co_filename):
                 label = owner.__name__ if isinstance(owner, type) else type(owner).__name__
+                _, find = self._owners.get(id(owner), (None, find_nothing))
                 for chain in loads.first:
-                    self._add_chain(label, owner, chain, frame)
+                    self._add_chain(label, owner, chain, frame, find)
 
     def _pass_over(self, frame: types.FrameType, event: str) -> None:
         """Takes a draw as none that beartype makes, which checks the type of one item of a container."""
@@ -277,8 +280,8 @@ class GlobalsRead:
         if ("globals",) in chains and "globals" not in table:  # any of them
             chains |= {(name,) for name, value in table.items() if is_plain(value) and not name.startswith("__")}
         for name, *attributes in sorted(chains):
-            value = table.get(name, MISSING)
-            if value is MISSING or is_stand_in(value):
+            value, variable = table.get(name, MISSING), Global(table, name)
+            if self._is_looked_after(variable, name in loads.stored) or value is MISSING or is_stand_in(value):
                 continue
             if isinstance(value, dict | WeakKeyDictionary):
                 ids = {*map(_key_id, value)}
@@ -290,13 +293,13 @@ class GlobalsRead:
                         f"in {line_of_frame(frame)}: what is traced, a copy, is not among them\n"
                         "What to change: keep what is there in attributes of the modules."
                     )
-            if attributes and not is_plain(value) and not _is_container(value):
+            if attributes and not is_plain(value) and not is_container(value):
+                find = partial(_alone, variable)
                 if is_data(value) and not installed:
-                    self._owners[id(value)] = value  # perhaps it is a method, which reads others
-                self._add_chain(name, value, tuple(attributes), frame)
+                    self._owners[id(value)] = value, find  # perhaps it is a method, which reads others
+                self._add_chain(name, value, tuple(attributes), frame, find)
             else:
-                write = partial(table.__setitem__, name)
-                self._add((id(table), name), name, partial(table.get, name, MISSING), write, frame, table)
+                self._add_variable(variable, name, frame)
 
     def _note_comparisons(self, frame: types.FrameType, chains: frozenset[tuple[str, ...]]) -> None:
         """Refuses the comparison of a ``type(...)`` with a class of the model's modules or of tensors: what is traced
@@ -333,40 +336,68 @@ class GlobalsRead:
                 self._add_chain(name, module, tuple(attributes), frame)
 
     def _note_defaults(self, frame: types.FrameType) -> None:
-        """Notes the defaults of the function that runs, where one of its arguments may be a default."""
+        """Notes the defaults of the function that runs, where one of its arguments may be a default, and arguments that
+        a ``functools.partial`` of the model comes with."""
         code = frame.f_code
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        if is_installed(code.co_filename) or not any(_may_change(frame.f_locals.get(name)) for name in names):
+        values = [x for name in names if may_change(x := frame.f_locals.get(name))]
+        if is_installed(code.co_filename) or not values:
             return
-        for function in _functions_before(frame, names[0]):
+        for held, argument in self._arguments:
+            if any(x is held for x in values) and not self._is_looked_after(argument):
+                self._add_variable(argument, f"the argument {argument.name}", frame)
+        for function in functions_before(frame, names[0]):
             for name in names:
-                read = partial(_default, function, name)
-                if _may_change(read()):
-                    self._add((id(function), name), f"the default of {name}", read, _leave, frame)
+                default = Default(function, name)
+                if may_change(default.read()) and not self._is_looked_after(default):
+                    self._add_variable(default, f"the default of {name}", frame)
 
-    def _note_cells(self, frame: types.FrameType, chains: frozenset[tuple[str, ...]]) -> None:
+    def _note_cells(self, frame: types.FrameType, loads: Loads) -> None:
         values = frame.f_locals
         cells: dict[str, types.CellType] | None = None
-        for name, *attributes in sorted(chains):
+        for name, *attributes in sorted(loads.cells):
             value = values.get(name, MISSING)
-            if value is MISSING or isinstance(value, torch.Tensor | torch.SymInt):
+            looked_after = None if is_plain(value) else self._surroundings.name_holding(value)
+            if looked_after and name not in loads.stored:
+                self.names.add(looked_after)
+            if looked_after or value is MISSING or name not in loads.bound and isinstance(value, _OF_TRACES):
                 continue
-            if attributes and not is_plain(value) and not _is_container(value):
-                self._add_chain(name, value, tuple(attributes), frame)
+            if attributes and not is_plain(value) and not is_container(value):
+                find = partial(cells_of, value, name)
+                if is_data(value):
+                    self._owners[id(value)] = value, find
+                self._add_chain(name, value, tuple(attributes), frame, find)
                 continue
             if cells is None:
                 held = id(frame.f_code), tuple([id(values.get(n)) for n in frame.f_code.co_freevars])
                 if held in self._closures:
                     return
                 self._closures.add(held)
-                cells = _cells_of(frame.f_code, values)
+                cells = cells_of_frame(frame.f_code, values)
             cell = cells.get(name)
-            if cell is not None:
-                place = Cell(cell)
-                self._add((id(cell), name), name, place.read, place.write, frame, cell=place)
+            if cell is not None and not self._is_looked_after(Cell(cell, name), name in loads.stored):
+                self._add_variable(Cell(cell, name), name, frame)
 
-    def _add_chain(self, label: str, value: Any, attributes: tuple[str, ...], frame: types.FrameType) -> None:
-        """An attribute of a module or of an object that is no part of the model."""
+    def _is_looked_after(self, variable: Variable, is_stored: bool = False) -> bool:
+        """Whether a copy of the model has another value of a variable, which it reads unless it only binds it."""
+        name = self._surroundings.name_of(variable)
+        if name is not None and not is_stored:
+            self.names.add(name)
+        return name is not None
+
+    def _add_chain(
+        self,
+        label: str,
+        value: Any,
+        attributes: tuple[str, ...],
+        frame: types.FrameType,
+        find: Finder = find_nothing,
+    ) -> None:
+        """An attribute of a module or of an object that is no part of the model.
+
+        Args:
+            find: finds the variables that have the object.
+        """
         name = attributes[0]
         if value is os and name in ("environ", "getenv"):
             self._add((id(os), "environ"), "os.environ", lambda: dict(os.environ), _leave, frame)
@@ -382,23 +413,32 @@ class GlobalsRead:
                 return
         elif not isinstance(value, types.FunctionType | threading.local) and not is_data(value):
             return
+        if isinstance(value, types.ModuleType | type | types.FunctionType):
+            attribute = Attribute(value, name)
+            if self._is_looked_after(attribute):
+                return
+            find = partial(_alone, attribute)
         inside = getattr(value, "__dict__", {}).get(name, getattr(type(value), name, MISSING))
         if isinstance(inside, type) and len(attributes) > 1:
             self._add_chain(f"{label}.{name}", inside, attributes[1:], frame)
             return
         if inside is MISSING or isinstance(inside, OPAQUE) or hasattr(inside, "__get__"):
             return
-        if not is_plain(inside) and len(attributes) > 1 and not _is_container(inside):
+        if not is_plain(inside) and len(attributes) > 1 and not is_container(inside):
             if not isinstance(inside, types.ModuleType):
                 self._add_link((id(value), name), f"{label}.{name}", partial(getattr, value, name, MISSING))
-            self._add_chain(f"{label}.{name}", inside, attributes[1:], frame)
+            self._add_chain(f"{label}.{name}", inside, attributes[1:], frame, find)
             return
-        self._add((id(value), name), f"{label}.{name}", partial(getattr, value, name, MISSING),
-                  partial(setattr, value, name), frame)  # fmt: skip
+        read, write = partial(getattr, value, name, MISSING), partial(setattr, value, name)
+        self._add((id(value), name), f"{label}.{name}", read, write, frame, find)
 
     def _add_link(self, key: Hashable, label: str, read: Callable[[], Any]) -> None:
         """A place from which more is read, whose object may be replaced by another."""
         self._links.setdefault(key, (label, read))
+
+    def _add_variable(self, variable: Variable, label: str, frame: types.FrameType) -> None:
+        key, find = (id(variable.owner), variable.name), partial(_alone, variable)
+        self._add(key, label, variable.read, variable.write, frame, find, variable)
 
     def _add(
         self,
@@ -407,8 +447,8 @@ class GlobalsRead:
         read: Callable[[], Any],
         write: Callable[[Any], None],
         frame: types.FrameType,
-        table: Any = None,
-        cell: Cell | None = None,
+        find: Finder = find_nothing,
+        variable: Variable | None = None,
     ) -> None:
         if key in self._roots:
             return
@@ -425,36 +465,11 @@ class GlobalsRead:
                 f"{line_of_frame(frame)}\nWhat to change: take the value outside of the model and pass it in."
             )
             return
-        self._roots[key] = Root(key, label, read, write, table, cell, line_of_frame(frame))
+        self._roots[key] = Root(key, label, read, write, variable, find, line_of_frame(frame))
 
 
-def read_of_loss(function: Any) -> PythonState:
-    """What a loss function brings along beside globals and cells: defaults, arguments of a ``functools.partial``."""
-    state = PythonState()
-    if isinstance(function, partial):
-        state.watch("loss_fn", lambda: function, id(function), deep=True)
-        state.merge(read_of_loss(function.func))
-    elif isinstance(function, types.FunctionType):
-        state.watch(
-            "the defaults of loss_fn", lambda: (function.__defaults__, function.__kwdefaults__), id(function), deep=True
-        )
-    return state
-
-
-def packages_of(model: torch.nn.Module, function: Any) -> frozenset[str]:
-    """The top-level packages that a model's classes and its loss function come from."""
-    places = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
-    return frozenset(place.partition(".")[0] for place in {*places, str(getattr(function, "__module__", ""))})
-
-
-def owners_of(function: Any) -> tuple[Any, ...]:
-    """The objects that a bound method, an object that is called, or a ``functools.partial`` brings along."""
-    if isinstance(function, partial):
-        held = (*function.args, *function.keywords.values())
-        return (*owners_of(function.func), *(x for x in held if is_data(x)))
-    if isinstance(function, types.MethodType):
-        return (function.__self__,)
-    return (function,) if is_data(function) else ()
+def _alone(variable: Variable) -> list[Variable]:
+    return [variable]
 
 
 def _explain_change(root: Root) -> Callable[[str], CaptureError]:
@@ -466,48 +481,3 @@ def _explain_change(root: Root) -> Callable[[str], CaptureError]:
         line,
         "return what changes as an output, keep it in a registered buffer, or change it outside of the model",
     )
-
-
-def _cells_of(code: types.CodeType, values: dict[str, Any]) -> dict[str, types.CellType]:
-    """The closure of the function that runs: of all that share its code, the one with these values."""
-    for find in _OBJECTS:  # what has just been made is found at once
-        for function in reversed(find(code)):
-            if isinstance(function, types.FunctionType) and function.__code__ is code and function.__closure__:
-                cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
-                if all(contents_of(cell) is values.get(name, MISSING) for name, cell in cells.items()):
-                    return cells
-    return {}
-
-
-def _functions_before(frame: types.FrameType, first: str) -> Iterator[types.FunctionType]:
-    """The function that runs, as a method of its first argument or a global, or those that share its code; what the
-    run itself has made is left out."""
-    code, owner = frame.f_code, frame.f_locals.get(first)
-    classes = (owner if isinstance(owner, type) else type(owner)).__mro__
-    for held in (*(vars(cls).get(code.co_name) for cls in classes), frame.f_globals.get(code.co_name)):
-        held = getattr(held, "__func__", None) or getattr(held, "fget", held)
-        function = inspect.unwrap(held) if callable(held) else None
-        if isinstance(function, types.FunctionType) and function.__code__ is code:
-            yield function
-            return
-    young, holders = (find(code) for find in _OBJECTS)
-    of_the_run = {id(x) for x in young}
-    for x in holders:
-        if isinstance(x, types.FunctionType) and x.__code__ is code and id(x) not in of_the_run:
-            yield x
-
-
-def _may_change(value: Any) -> bool:
-    """Whether a default can be another in another call, and is compared by what it holds."""
-    return value is not None and (is_plain(value) or _is_container(value) or is_data(value))
-
-
-def _default(function: types.FunctionType, name: str) -> Any:
-    """A function's default of an argument."""
-    code, positional = function.__code__, function.__defaults__ or ()
-    names = code.co_varnames[code.co_argcount - len(positional) : code.co_argcount]
-    return {**dict(zip(names, positional, strict=False)), **(function.__kwdefaults__ or {})}.get(name, MISSING)
-
-
-_OBJECTS: tuple[Callable[[types.CodeType], list[Any]], ...] = (lambda code: gc.get_objects(0), gc.get_referrers)
-"""The youngest objects, and all that refer to a code, for which Python looks through everything there is."""

@@ -16,6 +16,7 @@ class Loads:
         bases: the attributes that are read of ``super()``.
         compared: the globals in lines that compare, where the function asks for the type of something.
         filled: the globals into which the function stores by a key, as into a cache.
+        bound: the globals and cells that it binds; those among them that it does not load are ``stored``.
     """
 
     def __init__(self, code: types.CodeType) -> None:
@@ -28,7 +29,7 @@ class Loads:
         lines: dict[int | None, set[tuple[str, ...]]] = {}  # the globals by the lines that load them
         comparing: set[int | None] = set()  # the lines that compare
         asks_type = False
-        filled: set[str] = set()
+        filled, bound, loaded = set[str](), set[str](), set[str]()
         before = last = ("", "")  # the two instructions before
         line: int | None = None
 
@@ -45,9 +46,17 @@ class Loads:
             if name == "STORE_SUBSCR" and before[0] in ("LOAD_GLOBAL", "LOAD_NAME"):
                 filled.add(before[1])
             before, last = last, (name, value)
+            if name in ("STORE_GLOBAL", "STORE_DEREF"):
+                bound.add(value)
+            elif name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"):
+                loaded.add(value)
             if chain and name in ("LOAD_ATTR", "LOAD_METHOD"):
                 chain.append(value)
                 continue
+            if chain and name in ("COPY", "DUP_TOP"):  # steps.count += 1
+                continue
+            if chain and name == "STORE_ATTR":
+                chain.append(value)
             end()
             line = instruction.positions.lineno if instruction.positions else None
             if name in _COMPARISONS:
@@ -72,6 +81,7 @@ class Loads:
         end()
         self.globals, self.cells, self.first, self.imports = map(frozenset, chains.values())
         self.bases, self.filled = frozenset(bases), frozenset(filled)
+        self.bound, self.stored = frozenset(bound), frozenset(bound - loaded)
         asks_type |= ("type",) in self.globals
         compared = [loaded for at, loaded in lines.items() if at in comparing]
         self.compared = frozenset().union(*compared if asks_type else ())

@@ -42,7 +42,7 @@ from autoparallel.capture.python.held_containers import HeldContainers
 from autoparallel.capture.python.journals import Journal
 from autoparallel.capture.python.observed_classes import observe, release, written_to
 from autoparallel.capture.python.reads import note_read, note_shared
-from autoparallel.capture.python.watched import INTERNAL, TABLES, Watched, is_bookkeeping
+from autoparallel.capture.python.watched import INTERNAL, TABLES, Watched, WatchedVariables, is_bookkeeping
 from autoparallel.graph.carried_attributes import ChangesAttributesError, may_be_carried
 from autoparallel.graph.changed_arguments import ENTRIES
 from autoparallel.graph.errors import CaptureError, refusal, refused_draw
@@ -69,6 +69,7 @@ class Recorder:
         trained: attributes that hold tensors which are trained, but are not registered, and where those are.
         loss: the user's loss function and its copy, where it is a module.
         constants: the copy's tensors that are no attributes of modules, by where they are.
+        around: what variables around the model hold while the copy runs.
         journals: the labels of lists and dicts to which a call only adds (see ``journals``).
         read: the labels of those that it reads and changes (see ``given_entries``).
 
@@ -88,6 +89,7 @@ class Recorder:
         trained: Mapping[str, str],
         loss: tuple[nn.Module, nn.Module] | None,
         constants: Mapping[str, torch.Tensor],
+        around: WatchedVariables,
         journals: Collection[str] = (),
         read: Collection[str] = (),
     ) -> None:
@@ -104,7 +106,8 @@ class Recorder:
         self.classes = ClassState()
         self._changes: dict[str, tuple[Any, str, CaptureError]] = {}
         originals: list[Any] = memo.get(id(memo), [])
-        self._watched: dict[int, Watched] = {}
+        self._around = around
+        self._watched: dict[int, Watched] = {id(vars(around.copy)): around}
         self._recording = False
         for prefix, (theirs, ours) in {"": (model, copied), **({LOSS: loss} if loss else {})}.items():
             for path, module in ours.named_modules(remove_duplicate=False):
@@ -142,11 +145,13 @@ class Recorder:
         self._rebinds.clear()
         self.containers.begin()
         self._versions = {name: fake._version for name, fake in self._constants.items()}
+        self._around.enter()
         self._recording = True
         return self
 
     def __exit__(self, *_: object) -> None:
         self._recording = False
+        self._around.leave()
         self.classes.end()
 
     @contextmanager
@@ -468,7 +473,7 @@ class Recorder:
         """What was read."""
         state = PythonState()
         for watched in self._watched.values():
-            for name in sorted(watched.reads):
+            for name in sorted(watched.reads - watched.carried_names):
                 note_read(state, watched, name, *self.containers.read_of(watched, name))
         for places in self.containers.shared():
             note_shared(state, places)

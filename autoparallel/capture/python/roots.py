@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from autoparallel.capture.python.closures import contents_of
-from autoparallel.capture.python.containers import refill
+from autoparallel.capture.python.containers import everything_in, refill
 from autoparallel.graph.generators import GENERATORS, set_state, state_of
-from autoparallel.graph.python_state import freeze
+from autoparallel.graph.python_state import freeze, is_data
+from autoparallel.graph.variables import Cell, Variable
+
+Finder = Callable[[], Sequence[Variable]]
+"""Finds the variables that have an object."""
 
 
-class Cell:
-    """A closure's cell as a place: nothing else of ours holds it."""
-
-    def __init__(self, cell: types.CellType) -> None:
-        self.cell = cell
-
-    def read(self) -> Any:
-        return contents_of(self.cell)
-
-    def write(self, value: Any) -> None:
-        self.cell.cell_contents = value
-
-    def is_left(self) -> bool:
-        """Whether no function has it any more, as is so for locals of a call that is over."""
-        return sys.getrefcount(self.cell) <= 2  # ours, and the argument
+def find_nothing() -> Sequence[Variable]:
+    """For an object that no variable has."""
+    return ()
 
 
 class Root:
@@ -40,8 +29,8 @@ class Root:
         read: reads what is there now.
         write: puts a value there.
         now: what the run has made of it, in short.
-        table: the globals, where it is one of them.
-        cell: where it is one.
+        variable: where it is one itself.
+        find: finds the variables that it is reached by.
         line: of the function that loads it.
     """
 
@@ -51,30 +40,40 @@ class Root:
         label: str,
         read: Callable[[], Any],
         write: Callable[[Any], None],
-        table: Any,
-        cell: Cell | None,
+        variable: Variable | None,
+        find: Finder,
         line: str,
     ) -> None:
         self.line = line
-        self.key, self.label, self.read, self.write, self.table = key, label, read, write, table
-        self.cell = cell
+        self.key, self.label, self.read, self.write = key, label, read, write
+        self.variable, self.find = variable, find
         self.now = ""
         self.value = read()
         self.frozen: Hashable = freeze(self.value, deep=True)
-        self.content: Any = None
-        if isinstance(self.value, GENERATORS):
-            self.content = state_of(self.value)
-        elif isinstance(self.value, list | dict | set | deque):
-            self.content = self.value.copy()
+        self._contents = [(x, _content_of(x)) for x in everything_in(self.value)]
+
+    def is_left(self) -> bool:
+        """Whether it is a cell that no function has any more."""
+        return isinstance(self.variable, Cell) and self.variable.is_left()
 
     def changed(self) -> bool:
         return freeze(self.read(), deep=True) != self.frozen
 
     def restore(self) -> None:
-        """Puts back what was there, as far as it goes: a container's entries, a generator's state, or the value."""
+        """Puts back what was there: the value, entries of containers, attributes of objects, states of generators."""
         if self.read() is not self.value:
             self.write(self.value)
-        if isinstance(self.value, GENERATORS):
-            set_state(self.value, self.content)
-        elif self.content is not None:
-            refill(self.value, self.content)
+        for value, content in self._contents:
+            if isinstance(value, GENERATORS):
+                set_state(value, content)
+            elif content is not None:
+                refill(vars(value) if is_data(value) else value, content)
+
+
+def _content_of(value: Any) -> Any:
+    """A copy of what may change in a value itself; None for nothing."""
+    if isinstance(value, GENERATORS):
+        return state_of(value)
+    if isinstance(value, list | dict | set | deque):
+        return value.copy()
+    return dict(vars(value)) if is_data(value) else None

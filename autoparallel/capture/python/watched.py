@@ -33,6 +33,7 @@ class Watched:
         tables: of a module the buffers, parameters and modules that there were.
         ignored: names that libraries write for themselves.
         carried: what a call is given in the place of attributes that it changes, by name.
+        carried_names: of which it was given something in any run, where nobody notes which are read then.
     """
 
     path: str
@@ -44,6 +45,7 @@ class Watched:
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)
     ignored: set[str] = field(default_factory=set)
     carried: dict[str, Any] = field(default_factory=dict)
+    carried_names: set[str] = field(default_factory=set)
     _stood_there: dict[str, list[tuple[dict[str, Any], Any]]] = field(default_factory=dict)
     _versions: dict[str, int] = field(default_factory=dict)
 
@@ -106,6 +108,45 @@ class Watched:
 
     def label(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
+
+
+@dataclass
+class WatchedVariables(Watched):
+    """The variables around a model (see ``graph.surroundings``), which hold what the copy has while it runs: nobody
+    notes what functions read and bind.
+
+    Attributes:
+        stood: what they hold otherwise, by name; empty when the copy does not run.
+    """
+
+    stood: dict[str, Any] = field(default_factory=dict)
+
+    def carry(self, name: str, value: Any) -> None:
+        self.carried_names.add(name)
+        super().carry(name, value)
+
+    def enter(self) -> None:
+        """Binds the variables to what the copy has."""
+        self.stood = dict(vars(self.original))
+        vars(self.original).update(vars(self.copy))
+
+    def leave(self) -> None:
+        """Takes what they hold for the copy's, and binds them to what they held."""
+        self._take()
+        vars(self.original).update(self.stood)
+        for name in vars(self.copy).keys() - self.stood.keys():
+            del vars(self.original)[name]
+        self.stood = {}
+
+    def _take(self) -> None:
+        copied = vars(self.copy)
+        copied.clear()
+        copied.update(vars(self.original))
+
+    def changed(self) -> dict[str, str]:
+        if self.stood:  # in the middle of a run
+            self._take()
+        return super().changed()
 
 
 def is_bookkeeping(module: Any) -> bool:

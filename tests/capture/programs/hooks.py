@@ -74,12 +74,12 @@ def backward_hook_logs() -> nn.Module:
     return model
 
 
-@program(observe=lambda _: list(LOG), refused=".")
+@program(observe=lambda _: list(LOG), ranks=True)
 def forward_hook_logs() -> nn.Module:
     """Activation statistics, kept outside of the model."""
     LOG.clear()
     model = two()
-    model[1].register_forward_hook(lambda m, args, out: LOG.append(out.detach().mean()))  # refused
+    model[1].register_forward_hook(lambda m, args, out: LOG.append(out.detach().mean()))
     return model
 
 

@@ -1,0 +1,59 @@
+"""The function behind a frame: its closure and its defaults."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from autoparallel.capture.python.closures import contents_of
+from autoparallel.graph.generators import GENERATORS
+from autoparallel.graph.python_state import MISSING, is_data, is_plain, slots_of
+
+_CONTAINERS = (list, dict, set, tuple, deque, *GENERATORS)
+
+
+def is_container(value: Any) -> bool:
+    """Whether a value is compared as a whole, whatever is read of it."""
+    return isinstance(value, _CONTAINERS) or bool(slots_of(value)) and not is_data(value)
+
+
+def cells_of_frame(code: types.CodeType, values: dict[str, Any]) -> dict[str, types.CellType]:
+    """The closure of the function that runs: of all that share its code, the one with these values."""
+    for find in _OBJECTS:  # what has just been made is found at once
+        for function in reversed(find(code)):
+            if isinstance(function, types.FunctionType) and function.__code__ is code and function.__closure__:
+                cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
+                if all(contents_of(cell) is values.get(name, MISSING) for name, cell in cells.items()):
+                    return cells
+    return {}
+
+
+def functions_before(frame: types.FrameType, first: str) -> Iterator[types.FunctionType]:
+    """The function that runs, as a method of its first argument or a global, or those that share its code; what the
+    run itself has made is left out."""
+    code, owner = frame.f_code, frame.f_locals.get(first)
+    classes = (owner if isinstance(owner, type) else type(owner)).__mro__
+    for held in (*(vars(cls).get(code.co_name) for cls in classes), frame.f_globals.get(code.co_name)):
+        held = getattr(held, "__func__", None) or getattr(held, "fget", held)
+        function = inspect.unwrap(held) if callable(held) else None
+        if isinstance(function, types.FunctionType) and function.__code__ is code:
+            yield function
+            return
+    young, holders = (find(code) for find in _OBJECTS)
+    of_the_run = {id(x) for x in young}
+    for x in holders:
+        if isinstance(x, types.FunctionType) and x.__code__ is code and id(x) not in of_the_run:
+            yield x
+
+
+def may_change(value: Any) -> bool:
+    """Whether a default can be another in another call, and is compared by what it holds."""
+    return value is not None and (is_plain(value) or is_container(value) or is_data(value))
+
+
+_OBJECTS: tuple[Callable[[types.CodeType], list[Any]], ...] = (lambda code: gc.get_objects(0), gc.get_referrers)
+"""The youngest objects, and all that refer to a code, for which Python looks through everything there is."""
