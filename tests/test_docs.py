@@ -124,7 +124,7 @@ RUN = {
     ),
     "docs/loops.md": (
         GIVEN + AGENT + COMPILED,
-        "assert features['encoder'].shape[1] == 32 and value.shape == (16, 1) and logprob.shape == entropy.shape == (16,)",
+        "assert features['encoder'].shape[1] == 32 and logprob.shape == entropy.shape == value.shape[:1] == (16,)",
     ),
     "docs/accumulation.md": (GIVEN + COMPILED + "model = MyModel()", "model(x, y).backward()"),
 }
