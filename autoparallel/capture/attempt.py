@@ -49,6 +49,7 @@ from autoparallel.capture.refusals.refusals import (
     require_gradients_of_parameters,
     require_own_dtype,
     require_own_memory,
+    require_values_of_parameters,
 )
 from autoparallel.capture.tracing.drawn_numbers import depends_on_draws, require_dropped
 from autoparallel.capture.tracing.inputs_read import InputsRead
@@ -266,6 +267,8 @@ class Attempt:
         captured.rest_dtypes = {name: p.dtype for name, p in parameters if fakes[id(p)].dtype != p.dtype}
         require_own_dtype(captured)
         require_own_memory(captured, self.model)
+        if settings.ranks > 1:
+            require_values_of_parameters(captured, self.model)
         if settings.ranks > 1 and settings.gradients:
             require_gradients_of_parameters(captured, self.model)
         modules = self.model.named_modules(remove_duplicate=False)

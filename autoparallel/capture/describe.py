@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ from autoparallel.graph.captured import Captured, InputSpec, NumberSpec, SizeGua
 from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.leaves import Constant, Leaf, Number, Size
 from autoparallel.graph.lines import line_of
+from autoparallel.graph.shared_memory import SharedMemory
 from autoparallel.operators.changed_parameters import with_value
 from autoparallel.passes.mark_gradients import Detached
 from autoparallel.passes.resolve_control_flow import price_masks
@@ -95,6 +97,7 @@ def describe(
     differentiable = {node for node, name in parameters.items() if name in trainable}
     differentiable |= {node.name for node, spec in tensors if spec.requires_grad}
     assert trace_findings.spec is not None
+    memory = _read_memory(trace_findings, mutated, outputs, owners)
     attributes, outputs = _take_attributes(trace_findings, outputs)
     passes = describing_passes(
         parameters=parameters,
@@ -122,7 +125,8 @@ def describe(
     return Captured(
         module, parameters, buffers, constants, inputs, mutated, outputs, trace_findings.spec, objective.loss, flowing,
         detached, actual, objective.weight, attributes=attributes, written=written,
-        lengths=lengths, guards=guards, number_symbols=symbols,
+        memory={index: x for index, x in memory.items() if index not in objective.flowing}, lengths=lengths,
+        guards=guards, number_symbols=symbols,
     )  # fmt: skip
 
 
@@ -198,6 +202,19 @@ def _take_attributes(
         begin = end - nesting.num_leaves
         attributes[name], end = (nesting, list(outputs[begin:end])), begin
     return attributes, list(outputs[:end])
+
+
+def _read_memory(
+    trace_findings: Findings, mutated: Sequence[str], outputs: Sequence[Leaf], owners: Mapping[str, str]
+) -> dict[int, SharedMemory]:
+    """Which results lie in the memory of others' tensors, as ``Captured.memory``."""
+    memory: dict[int, SharedMemory] = {}
+    for key, shared in trace_findings.memory.items():
+        index = outputs[key] if isinstance(key, int) else mutated.index(owners[key])
+        if isinstance(index, int):
+            owner = shared.owner
+            memory[index] = replace(shared, owner=owners[owner]) if isinstance(owner, str) else shared
+    return memory
 
 
 _KINDS: dict[type, type] = {SymIntArgument: int, SymFloatArgument: float, SymBoolArgument: bool}

@@ -28,6 +28,7 @@ from autoparallel.graph.changed_arguments import ARGUMENTS, describe_changes, no
 from autoparallel.graph.errors import CaptureError
 from autoparallel.graph.nesting import cast_floats, flatten_results
 from autoparallel.graph.python_state import is_plain
+from autoparallel.graph.shared_memory import SharedMemory, memory_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -48,6 +49,8 @@ class Findings:
         questions: the tensors that Python has asked whether they hold; their values are the last results.
         has_outputs: whether the model has run, so that what fails now is the loss function.
         registered: the parameters and buffers of the copy before a trace, by their names.
+        memory: which leaves of its results, by their places, and which new values of buffers, by name, lie in that of
+            a tensor of the model or of an input.
     """
 
     counted: bool = False
@@ -60,6 +63,7 @@ class Findings:
     questions: list[Question] = field(default_factory=list)
     has_outputs: bool = False
     registered: dict[str, torch.Tensor] = field(default_factory=dict)
+    memory: dict[int | str, SharedMemory] = field(default_factory=dict)
 
 
 class _Exchange(TorchFunctionMode):
@@ -154,7 +158,7 @@ class Training(nn.Module):
                 attributes |= {label: int(attributes[label]) for label in self.fixed_numbers}
         exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
         with entries_exchanged(self.recorder.containers.held, exchange.exchanged), self.recorder.carrying(attributes):
-            with self.recorder, DataAccess([*now.values(), *inputs]), OpenPlaces() as places, exchange:
+            with self.recorder, DataAccess([*now.values(), *inputs]), OpenPlaces(now.values()) as places, exchange:
                 outputs = self._outputs(args, kwargs, beside.method)
                 outputs = without_journals(outputs) if self.recorder.containers.has_journals else outputs
                 leaves, self.findings.spec = flatten_results(outputs)
@@ -167,10 +171,13 @@ class Training(nn.Module):
         for name, value in {**written, **self._changes}.items():
             more, self.findings.attributes[name] = flatten_results(value)
             leaves += more
-        places.require_current([*leaves, *self.recorder.bound_anew()])
+        bound = self.recorder.bound_anew()
+        places.require_current([*leaves, *bound.values()])
         leaves = self.recorder.rebind(leaves)
-        leaves += [question.value for question in self.findings.questions]
-        return [exchange.current(leaf) for leaf in leaves]
+        leaves = [exchange.current(leaf) for leaf in leaves]
+        others = {name: x for name, x in now.items() if name not in bound}
+        self.findings.memory = memory_of({**dict(enumerate(leaves)), **bound}, others, inputs)
+        return [*leaves, *(question.value for question in self.findings.questions)]
 
     def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
         """What the model returns, or its loss; what both change of their arguments is kept."""

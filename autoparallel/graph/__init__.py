@@ -15,6 +15,7 @@
   where; ``surroundings`` are ``variables`` around it.
 - ``nesting``: nested values as leaves; ``caches`` of generation and ``records``, objects that hold tensors, among them;
   ``changed_arguments``: the containers that a call changes.
+- ``shared_memory``: results that lie in the memory of what a call is given.
 - ``generators``: those of random numbers that are Python's and numpy's.
 - ``garbage``: when Python looks for garbage.
 - ``lines``: the user's line behind a node or a frame.

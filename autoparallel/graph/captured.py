@@ -20,6 +20,7 @@ from autoparallel.graph.layers import Run
 from autoparallel.graph.leaves import Leaf, Number, Size
 from autoparallel.graph.losses import LossWeight, is_loss
 from autoparallel.graph.python_state import PythonState
+from autoparallel.graph.shared_memory import SharedMemory
 from autoparallel.placements import Invariant, Layout
 
 
@@ -56,6 +57,7 @@ class Captured:
         attributes: for each attribute of the model that a call sets, by its path: how its value nests, and its leaves.
         written: the inputs that a call changes in place, by their places among the leaves: the index, among the
             graph's outputs, of what each becomes.
+        memory: of the results, by index, those that lie in that of a tensor of the model or of an input.
         set_at: the lines at which a call sets them, as far as they are known.
         registered: those of them that are buffers from then on, with whether they belong to the state dict.
         state: the values of Python's that the trace has read.
@@ -88,6 +90,7 @@ class Captured:
     rebound: frozenset[str] = frozenset()
     attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = field(default_factory=dict)
     written: dict[int, int] = field(default_factory=dict)
+    memory: dict[int, SharedMemory] = field(default_factory=dict)
     set_at: dict[str, str] = field(default_factory=dict)
     registered: dict[str, bool] = field(default_factory=dict)
     state: PythonState = field(default_factory=PythonState)
@@ -268,6 +271,16 @@ class Captured:
             if self.buffers.get(name) in changed
             if any(user.meta.get("backward") for user in node.users)
         )
+
+    @property
+    def set_in_memory(self) -> set[str]:
+        """The attributes and buffers that a call sets to what lies in the memory of other tensors."""
+        attributes = {
+            name
+            for name, (_, leaves) in self.attributes.items()
+            if any(isinstance(leaf, int) and leaf in self.memory for leaf in leaves)
+        }
+        return attributes | {self.mutated[index] for index in self.memory if index < len(self.mutated)}
 
     @property
     def output_indices(self) -> set[int]:

@@ -169,11 +169,26 @@ def _require_same_python(first: Way, second: Way, refused: Callable[[str], Captu
             if f"model.{name}" in in_place:
                 raise refused(f"one binds the buffer {name} anew: write into it, {name}.copy_(...)")
     first.recorder.rebound |= second.recorder.rebound
+    _require_same_memory(first, second, refused)
     ours, theirs = (_changed_parameters(way.program) for way in (first, second))
     if alone := ours ^ theirs:  # as the first batch's does, whose flag may be read instead
         raise refused(f"one changes the parameter {min(alone).removeprefix('model.')}")
     if first.draws != second.draws or first.trace.draw_scripts != second.trace.draw_scripts:
         raise refused(_DRAWS)
+
+
+def _require_same_memory(first: Way, second: Way, refused: Callable[[str], CaptureError]) -> None:
+    """Raises where only one of the ways returns or keeps what lies in memory that a way changes; where nobody does,
+    such a result is a copy."""
+    ours, theirs = first.findings.memory, second.findings.memory
+    changes = [*read_outputs(first.program)[0], *read_outputs(second.program)[0]]
+    kinds, names = {kind for kind, _ in changes}, {str(target).removeprefix("model.") for _, target in changes}
+    for key in [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]:
+        for shared in filter(None, (ours.pop(key, None), theirs.get(key))):
+            owner = shared.owner
+            if owner in names or isinstance(owner, int) and OutputKind.USER_INPUT_MUTATION in kinds:
+                what = f"a part of {owner}" if isinstance(owner, str) else "a part of an input"
+                raise refused(f"one returns or keeps {what}, which the call changes: clone() it")
 
 
 def _changed_parameters(program: ExportedProgram) -> set[str]:

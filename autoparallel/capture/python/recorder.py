@@ -98,7 +98,7 @@ class Recorder:
         self._refusal: CaptureError | None = None
         self._constants, self._versions = constants, dict[str, int]()
         self.rebound: set[str] = set()
-        self._rebinds: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._rebinds: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.registered: dict[str, bool] = {}
         self.written: dict[str, Written] = {}
         self._set: dict[Hashable, str] = {}
@@ -446,15 +446,15 @@ class Recorder:
         table[name] = before
         self.rebound.add(label)
         assert isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor)
-        self._rebinds.append((before, now))
+        self._rebinds[label] = before, now
 
-    def bound_anew(self) -> list[torch.Tensor]:
-        """What the run has bound to buffers in the place of these."""
-        return [now for _, now in self._rebinds]
+    def bound_anew(self) -> dict[str, torch.Tensor]:
+        """What the run has bound to buffers in the place of these, by their names."""
+        return {name: now for name, (_, now) in self._rebinds.items()}
 
     def rebind(self, leaves: Sequence[Any]) -> list[Any]:
         """Gives the buffers that the run has bound to other tensors the values of those; what it makes then."""
-        return rebound(leaves, self._rebinds)
+        return rebound(leaves, list(self._rebinds.values()))
 
     def _twin(self, value: Any) -> Any:
         """What the copy was made with in the place of a value of the original's."""

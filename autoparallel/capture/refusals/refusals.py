@@ -17,6 +17,7 @@ from autoparallel._torch.tensors import memory_span
 from autoparallel.capture.refusals.data_access import refused_memory
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.errors import CaptureError, refusal
+from autoparallel.graph.leaves import Leaf
 from autoparallel.graph.lines import line_of
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.passes.settle_memory import STRIDED, relative_start
@@ -126,6 +127,24 @@ def require_gradients_of_parameters(captured: Captured, model: nn.Module) -> Non
             raise refusal(
                 f"{name}, which is no parameter, requires a gradient, read", line_of(next(iter(node.users))), cure
             )
+
+
+def require_values_of_parameters(captured: Captured, model: nn.Module) -> None:
+    """Refuses what a call keeps of a parameter that changes, without a gradient: on several ranks, of which each has a
+    part, that is what the parameter was, and the next call would read it."""
+    labels: dict[str, tuple[Leaf, ...]] = {
+        captured.mutated[i]: (i,) for i in captured.memory if i < len(captured.mutated)
+    }
+    labels |= {name: tuple(leaves) for name, (_, leaves) in captured.attributes.items()}
+    for name, indices in labels.items():
+        owners = (captured.memory[i].owner for i in indices if isinstance(i, int) and i in captured.memory)
+        for owner in {*owners} & {*captured.parameters.values()}:
+            if model.get_parameter(str(owner)).requires_grad or owner in captured.mutated:
+                raise refusal(
+                    f"a call sets {name} to what lies in the memory of the parameter {owner}, which changes with it,",
+                    captured.set_at.get(name, "an unknown line"),
+                    "clone() it, or read the parameter where it is needed",
+                )
 
 
 def require_own_dtype(captured: Captured) -> None:

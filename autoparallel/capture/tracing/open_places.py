@@ -11,7 +11,7 @@ tensor has changed is refused.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -313,11 +313,15 @@ class OpenPlaces(TorchFunctionMode):
     Raises:
         CaptureError: where such a part is read, or written through a view of it, after its tensor has changed: eager's
             part lies in the tensor's memory.
+
+    Args:
+        tensors: those of the model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
         self._parts: dict[int, _Part] = {}
+        self._versions = {_torch.tensors.storage_mark(x): x._version for x in tensors}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -342,15 +346,18 @@ class OpenPlaces(TorchFunctionMode):
         return out
 
     def require_current(self, results: Sequence[Any]) -> None:
-        """Refuses results that are parts of tensors which have changed since."""
+        """Refuses results that are parts of tensors which have changed since, or of the model's own that the call
+        changes: the next one will, too."""
         for x in results:
             part = self._parts.get(id(x))
-            if part is not None and part.source._version != part.version:
+            if part is not None and part.source._version != self._versions.get(
+                _torch.tensors.storage_mark(part.source), part.version
+            ):
                 raise refusal(
                     "the model returns or keeps a part of a tensor, at a place that values tell, and changes the "
-                    "tensor afterwards,",
+                    "tensor,",
                     part.line,
-                    "return it of the changed tensor, or clone() it",
+                    "clone() it",
                 )
 
     def _require_current(self, func: Any, args: Any, kwargs: Any) -> None:

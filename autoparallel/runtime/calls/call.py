@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +29,10 @@ from autoparallel.graph.changed_arguments import (
     require_writable,
 )
 from autoparallel.graph.drawn_numbers import move_on
+from autoparallel.graph.errors import refusal
 from autoparallel.graph.labels import is_entry, split_entry
 from autoparallel.graph.leaves import Number, leaf_value
-from autoparallel.graph.lines import node_of_error, place_of
+from autoparallel.graph.lines import line_of, node_of_error, place_of
 from autoparallel.graph.nesting import unflatten
 from autoparallel.graph.plain_tensors import attribute_at, holder_of, rebind, tensor_at
 from autoparallel.operators import RandomState
@@ -64,7 +65,7 @@ def run_call(kinds: Kinds, plain: nn.Module, read: ReadCall, args: Sequence[Any]
         captured = kind.runner.captured
         buffers = [tensor_at(plain, path) for path in captured.mutated]
         try:
-            _require_unchanged(captured, buffers, call)
+            _require_unchanged(kinds, captured, plain, buffers, call)
             if ARGUMENTS in captured.attributes:
                 require_apart(args, kwargs)
             if captured.written:
@@ -78,10 +79,12 @@ def run_call(kinds: Kinds, plain: nn.Module, read: ReadCall, args: Sequence[Any]
             settle(store.prefix)
             kinds.calls += call.is_training
             results = _with_numbers_apart(captured, buffers, results)
-            _write_back(captured, plain, buffers, results)
+            sizes = values_of(captured, call.specs) if captured.returns_sizes or captured.memory else {}
+            parts = _parts_of_memory(captured, plain, call, results, sizes)
+            _write_back(captured, plain, buffers, [parts.get(i, x) for i, x in enumerate(results)])
             _write_back_inputs(captured, call, results)
             values = _deliver(kinds, kind, call, results)
-            sizes = values_of(captured, call.specs) if captured.returns_sizes else {}
+            values = [parts[i] if i in parts and _is_delivered(x, parts[i]) else x for i, x in enumerate(values)]
             for name, (spec, leaves) in captured.attributes.items():
                 value = pytree.tree_unflatten([leaf_value(leaf, values, sizes) for leaf in leaves], spec)
                 if name == ARGUMENTS:
@@ -110,16 +113,37 @@ def _require_weight(kind: Kind, window: Any) -> None:
         )
 
 
-def _require_unchanged(captured: Captured, buffers: Sequence[torch.Tensor], call: Call) -> None:
-    """Raises where an input lies in the memory of a buffer that the call changes: the model would go on to read what
-    the buffer is changed to, the program what it was."""
-    inputs = {storage_mark(x) for x in call.leaves if isinstance(x, torch.Tensor)} if buffers else set()
-    for path, buffer in zip(captured.mutated, buffers, strict=True):
-        if path not in captured.rebound and storage_mark(local_of(buffer)) in inputs:
+def _require_unchanged(
+    kinds: Kinds, captured: Captured, plain: nn.Module, buffers: Sequence[torch.Tensor], call: Call
+) -> None:
+    """Raises where an input, or an attribute that a call has set, lies in the memory of a buffer that the call changes:
+    the model would go on to read what the buffer is changed to, the program what it was."""
+    changed = {
+        storage_mark(local_of(x)): path
+        for path, x in zip(captured.mutated, buffers, strict=True)
+        if path not in captured.rebound
+    }
+    if not changed:
+        return
+    names = dict(zip(captured.inputs, call.leaves, strict=True))
+    names |= {node: tensor_at(plain, x) for node, x in captured.buffers.items() if x in kinds.set_in_memory}
+    arguments = {*captured.inputs[: len(call.leaves) - call.attributes]}
+    for name, x in names.items():
+        if not isinstance(x, torch.Tensor) or captured.buffers.get(str(name)) in changed.values():
+            continue
+        path, node = changed.get(storage_mark(local_of(x))), captured.placeholders.get(str(name))
+        if path is None or node is None or not node.users:
+            continue
+        if name in arguments:
             raise ValueError(
                 f"an input lies in the memory of {path}, which the call changes in place\n"
                 f"What to change: give it a copy (model.{path}.clone())."
             )
+        raise refusal(
+            f"the model reads what it has kept of {path}, which lies in the memory of that and is changed with it,",
+            line_of(next(iter(node.users))),
+            "keep a copy (self.x = value.clone()), or read the buffer itself",
+        )
 
 
 def _with_copies(captured: Captured, plain: nn.Module, call: Call) -> Call:
@@ -189,6 +213,38 @@ def _deliver(kinds: Kinds, kind: Kind, call: Call, results: Sequence[Any]) -> li
         named = [(f"output {other - count} of the model", values[other]) for other in others]
         delivery.before[i] = [(name, weakref.ref(x)) for name, x in named if isinstance(x, torch.Tensor)]
     return values
+
+
+def _parts_of_memory(
+    captured: Captured,
+    plain: nn.Module,
+    call: Call,
+    results: Sequence[Any],
+    sizes: Mapping[Any, int | float],
+) -> dict[int, torch.Tensor]:
+    """The results, by index, that lie in the memory of what the call is given, as parts of the user's own tensors.
+
+    Args:
+        results: those of the program.
+        sizes: the values of the trace's symbols.
+    """
+    arguments = call.arguments or call.leaves
+    bound = {path: results[i] for i, path in enumerate(captured.mutated) if path in captured.rebound}
+    parts: dict[int, torch.Tensor] = {}
+    for index, shared in captured.memory.items():
+        if isinstance(owner := shared.owner, int):
+            base = arguments[owner]
+        else:
+            base = bound[owner] if owner in bound else tensor_at(plain, owner)
+        if local_of(base).shape == base.shape and (part := shared.of(local_of(base), sizes)) is not None:
+            parts[index] = part
+    return parts
+
+
+def _is_delivered(value: Any, part: torch.Tensor) -> bool:
+    """Whether a result that the user is given is all of a part of his memory."""
+    alike = isinstance(value, torch.Tensor) and not value.requires_grad
+    return alike and (value.shape, value.dtype, value.device) == (part.shape, part.dtype, part.device)
 
 
 def _as_it_lies(kinds: Kinds, kind: Kind, output: int, value: Any) -> Any:

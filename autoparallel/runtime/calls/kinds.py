@@ -169,6 +169,7 @@ class Kinds:
         plan: of the first kind; None before.
         calls: how many calls in training mode the model has had.
         carried: what calls are given beside their inputs.
+        set_in_memory: the attributes and buffers that calls set to what lies in the memory of other tensors.
     """
 
     def __init__(self, maker: KindMaker, exchange: Exchange) -> None:
@@ -176,6 +177,7 @@ class Kinds:
         self.plan: Plan | None = None
         self.calls = 0
         self.carried = Carried(exchange)
+        self.set_in_memory: set[str] = set()
         self._kinds: dict[Key, list[Kind]] = {}  # of calls whose sizes the model is answered about in several ways
         self._ready: dict[object, Kind] = {}  # by kind and shapes: calls whose sizes are known to fit
         self._structures: dict[object, int] = {}
@@ -428,6 +430,7 @@ class Kinds:
             key = self._key(replace(call, specs=without_numbers(call.specs)))
             states = self._states.setdefault(key.call, [])
             why = kind.runner.captured.why_fixed
+        self.set_in_memory |= kind.runner.captured.set_in_memory
         read = kind.runner.captured.state
         if key.state < len(states):
             states[key.state].merge(read)

@@ -295,3 +295,23 @@ class WrittenThroughAViewOfAPart(Counting):
         part: Any = h[:, at : at + 4]
         part[:, 1:].mul_(2.0)  # refused
         return h
+
+
+@program(refused="clone")
+class KeptOfWhatCallsChange(Queue):
+    """The next call may read it behind what it has put there."""
+
+    kept: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at += 4  # 0 and 1 would be told
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.encoder(x)
+        at = int(self.at)
+        self.put(h)
+        if self.kept is not None:
+            h = h + self.kept.sum()
+        self.kept = self.queue[:, at : at + 4]  # refused
+        return h
