@@ -175,8 +175,9 @@ class Training(nn.Module):
         places.require_current([*leaves, *bound.values()])
         leaves = self.recorder.rebind(leaves)
         leaves = [exchange.current(leaf) for leaf in leaves]
-        others = {name: x for name, x in now.items() if name not in bound}
-        self.findings.memory = memory_of({**dict(enumerate(leaves)), **bound}, others, inputs)
+        results: dict[int | str, Any] = dict([*enumerate(leaves), *bound.items()])
+        stay = {name: x for name, x in now.items() if name not in bound}
+        self.findings.memory = memory_of(results, stay, inputs)
         return [*leaves, *(question.value for question in self.findings.questions)]
 
     def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:

@@ -60,8 +60,9 @@ def memory_of(
         tensors: of the model, which the call leaves where they are.
     """
     owners: dict[int, tuple[str | int, torch.Tensor]] = {}
-    bound = [(key, x) for key, x in results.items() if isinstance(key, str)]
-    for owner, tensor in (*tensors.items(), *enumerate(inputs), *bound):
+    bound = {key: x for key, x in results.items() if isinstance(key, str)}
+    candidates: list[tuple[str | int, Any]] = [*tensors.items(), *enumerate(inputs), *bound.items()]
+    for owner, tensor in candidates:
         if isinstance(tensor, torch.Tensor):
             owners.setdefault(storage_mark(tensor), (owner, tensor))
     shared: dict[int | str, SharedMemory] = {}
