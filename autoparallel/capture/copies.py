@@ -108,7 +108,7 @@ class Copies:
         used = self._precision.param_dtype if self._precision is not None and is_parameter else None
         dtype = used if used is not None and tensor.is_floating_point() else tensor.dtype
         fake = torch.empty(tensor.shape, dtype=dtype, device=self._device)
-        return nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+        return nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake.requires_grad_(tensor.requires_grad)
 
     def make(self) -> Training:
         """A copy of the model with its loss, of which all that it reads and writes is recorded; a plain attribute that

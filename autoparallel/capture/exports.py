@@ -36,7 +36,7 @@ def export_way(wrapper: Training, inputs: FakeInputs, trace: Trace) -> Way:
             complete_users(program.graph_module)
             require_same_memory(program.graph)
             with trace.silent(), without_model():
-                parameters = program.graph_signature.inputs_to_parameters
+                parameters = _trained_of(program)
                 findings = run_passes(tracing_passes(program.graph, trace.calls, parameters), program.graph_module)
                 require_unread(program.graph, trace.calls)
                 name_outputs(program)
@@ -62,3 +62,10 @@ def name_outputs(program: ExportedProgram) -> None:
             spec.arg.name = result.name
         elif isinstance(result, int | float) and not isinstance(spec.arg, ConstantArgument):
             spec.arg = ConstantArgument("", result)
+
+
+def _trained_of(program: ExportedProgram) -> set[str]:
+    """The placeholders of parameters, and of buffers that require a gradient as one does."""
+    places, signature = {x.name: x for x in program.graph.find_nodes(op="placeholder")}, program.graph_signature
+    buffers = {x for x in signature.inputs_to_buffers if places[x].meta["val"].requires_grad}
+    return {*signature.inputs_to_parameters, *buffers}

@@ -381,6 +381,24 @@ class BufferThatRequiresGrad(Commits):
         super().__init__(gradient=True)
 
 
+@program(
+    observe=lambda model: model.rows.grad, batch=lambda step: (numbers(4, 8, seed=step), torch.tensor([3, 1, 3, step]))
+)
+class RowsInABufferThatRequiresGrad(nn.Module):
+    """As sparse embeddings of puzzles are: the optimizer of the rows reads the gradient that the buffer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.register_buffer("table", numbers(5, 8, seed=3))
+        self.register_buffer("rows", torch.zeros(4, 8, dtype=torch.float64, requires_grad=True), persistent=False)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.rows.copy_(self.table[ids])
+        return self.a(x + self.rows).square()
+
+
 @program(ranks=True)
 class DataThatStaysWhereItIs(nn.Module):
     def __init__(self) -> None:
