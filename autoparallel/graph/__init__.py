@@ -14,7 +14,7 @@
 - ``plain_tensors``: tensors that a model holds without having registered them; ``labels`` tell of what it holds, and
   where; ``surroundings`` are ``variables`` around it.
 - ``nesting``: nested values as leaves; ``caches`` of generation and ``records``, objects that hold tensors, among them;
-  ``changed_arguments``: the containers that a call changes.
+  ``changed_arguments``: the containers that a call changes; ``arrays`` of numpy that it returns.
 - ``shared_memory``: results that lie in the memory of what a call is given.
 - ``generators``: those of random numbers that are Python's and numpy's.
 - ``garbage``: when Python looks for garbage.

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributions.utils import lazy_property
 
 from autoparallel.capture.python.containers import leaves_of
+from autoparallel.graph.arrays import Array
 from autoparallel.graph.python_state import MISSING, is_plain
 
 INTERNAL = frozenset((*vars(nn.Module()), *dir(nn.Module), "_is_hf_initialized")) - {"forward"}
@@ -157,7 +158,7 @@ def is_bookkeeping(module: Any) -> bool:
 
 def may_leave(leaf: Any) -> bool:
     """Whether a value can leave the program in an attribute."""
-    return isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) or is_plain(leaf)
+    return isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | Array) or is_plain(leaf)
 
 
 def _exchanged_names(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -126,9 +126,9 @@ _SYMPTOMS = (
     _Symptom("", "", kind="UncapturedHigherOrderOpError"),
     _Symptom(
         r"\.numpy\(\) is not supported",
-        "compute what they do in the loop, of what the model returns (a matching loss of a detector: outputs = "
-        "model(pixel_values), then its loss function of the outputs and the labels, which is differentiated); or put "
-        "it into a custom operator (torch.library.custom_op)",
+        "return the tensor, or its array as it is (x.detach().cpu().numpy()), and compute what they do of it in the "
+        "loop (a matching loss of a detector: outputs = model(pixel_values), then its loss function of the outputs and "
+        "the labels, which is differentiated); or put it into a custom operator (torch.library.custom_op)",
         "a tensor is given to numpy, or to scipy",
     ),
     _Symptom(

@@ -13,6 +13,7 @@ from torch import Tensor
 from autoparallel import _torch
 from autoparallel.capture.python import kinds_of_numbers
 from autoparallel.capture.tracing.trace import Trace, listening, refuse
+from autoparallel.graph.arrays import array_of
 from autoparallel.graph.errors import note_raised
 
 
@@ -23,6 +24,18 @@ def _read(trace: Trace, func: Callable[..., Any], x: Tensor, *args: Any, **kwarg
         return answer
     try:
         return func(x, *args, **kwargs)
+    except Exception as error:
+        note_raised(error)
+        raise
+
+
+def _read_array(trace: Trace, func: Callable[..., Any], x: Tensor, *, force: bool = False) -> Any:
+    """The array of a tensor's values, or what stands for it where Python is not told them."""
+    answer = trace.read(lambda values: func(values, force=force), x)
+    if answer is not None:
+        return answer
+    try:
+        return array_of(func, x, force)
     except Exception as error:
         note_raised(error)
         raise
@@ -139,7 +152,8 @@ def _computes(kind: type, name: str) -> Callable[[Any, Any], Any]:
 _OF_NAN = "ask the tensor, if x.isnan().any(): ..., or look at the loss in the loop"
 
 READS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((Tensor.numpy, Tensor.__array__, Tensor.__int__, Tensor.__float__, Tensor.__index__), _read),
+    **dict.fromkeys((Tensor.__array__, Tensor.__int__, Tensor.__float__, Tensor.__index__), _read),
+    Tensor.numpy: _read_array,
     **dict.fromkeys((Tensor.__len__, Tensor.unbind, torch.unbind), _note_length),
     Tensor.fill_: _fill, Tensor.zero_: _fill,
 }  # fmt: skip

@@ -6,6 +6,7 @@ import dataclasses
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -232,3 +233,32 @@ class SumAndCount(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x)
+
+
+@program(ranks=True, observe=lambda model: [model.maps, model.last])
+class ArraysOfNumpy(nn.Module):
+    """Attention as tutorials return and keep it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.maps: list[np.ndarray] = []
+        self.last: np.ndarray | None = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, np.ndarray]:
+        h = self.a(x)
+        weights = h.softmax(-1)
+        self.maps.append(weights.detach().cpu().numpy())
+        self.last = weights.mean(0).data.numpy()
+        return self.b(h * weights), weights.data.numpy()
+
+
+@program(refused="compute what they do of it in the loop")
+class ComputesOfAnArray(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return h * float(np.mean(h.detach().numpy()))  # refused

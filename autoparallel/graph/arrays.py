@@ -1,0 +1,76 @@
+"""Arrays of numpy that a call returns or keeps (``return out, attention.data.numpy()``): it gives out their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoparallel import _torch
+
+
+class Array:
+    """Stands for the array of a tensor in a trace; what computes of it is refused.
+
+    Attributes:
+        tensor: on the CPU, without a gradient.
+    """
+
+    __array_ufunc__ = None
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.tensor.ndim
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name[:2] == "__":
+            raise AttributeError(name)
+        _refuse()
+
+
+def _refuse(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError(".numpy() is not supported in a trace, where something is computed of the array")
+
+
+_SIDES = ("", "r", "i")
+_OPERATIONS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+_METHODS = (
+    "array", "array_function", "len", "iter", "getitem", "setitem", "contains", "bool", "int", "float", "complex",
+    "index", "neg", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "str", "repr", "format", "copy", "deepcopy",
+    *(f"{side}{name}" for side in _SIDES for name in _OPERATIONS),
+)  # fmt: skip
+for _name in _METHODS:
+    setattr(Array, f"__{_name}__", _refuse)
+
+
+def _array_of(leaves: Iterable[Any], _: None) -> Any:
+    """The array of a result; of what is kept of each result otherwise, what stands for it."""
+    (value,) = leaves
+    if not isinstance(value, torch.Tensor) or _torch.export.is_fake(value):
+        return Array(value)
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.detach().cpu().numpy()
+
+
+pytree.register_pytree_node(Array, lambda array: ([array.tensor], None), _array_of)
+
+
+def array_of(numpy: Callable[..., Any], tensor: torch.Tensor, force: bool = False) -> Any:
+    """What ``Tensor.numpy`` gives in a trace.
+
+    Args:
+        numpy: the method, which raises where it cannot.
+    """
+    if not force and (tensor.requires_grad or tensor.is_conj() or tensor.is_neg()):
+        return numpy(tensor)
+    return Array(tensor.detach().cpu())
