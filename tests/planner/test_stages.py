@@ -16,7 +16,7 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline, PipelinePlan
 from autoparallel.hardware import CPU
 from autoparallel.passes.recompute_layers import find_layers
-from autoparallel.pipeline.schedules import SPLIT, require_schedule
+from autoparallel.pipeline.schedules import SPLIT, in_flight, require_schedule
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates import evaluation
 from autoparallel.planner.candidates.microbatches import microbatch_counts
@@ -61,7 +61,7 @@ WIDTHS = (64, 256, 256, 64, 64, 64, 512, 64)
 def test_no_other_cuts_have_a_faster_slowest_stage(ranks: int) -> None:
     found = planner(Uneven(*WIDTHS), 64, ranks)
     line = found._line(1, 1)
-    rows, cuts = line.rows, found._cut(line, "1f1b", ranks, 2 * ranks)
+    rows, cuts = line.rows, found._cut(line, range(ranks), in_flight("1f1b", ranks, ranks, 2 * ranks))
     moved, seconds = rows.crossing, rows.forward + rows.backward[0]
 
     def slowest(places: tuple[int, ...]) -> float:

@@ -5,10 +5,6 @@ are gone through in the model's order with what each costs under these layouts, 
 that make the slowest stage as fast as possible, within the memory of a device: a stage keeps its parameters with
 gradients and optimizer states, and the activations of as many microbatches as the schedule has in flight there.  Each
 schedule is then played through with the times of its stages, and the fastest is taken.
-
-[Note: layers of stages that run again] Where memory is short, layers run again in the backward, those first that save
-most bytes for a second (``steps_of``).  How long a stage takes within its memory is so told for all cuts at once, by
-going along these steps until it fits; what a rank's stages then take step by step is told exactly.
 """
 
 from __future__ import annotations
@@ -34,53 +30,13 @@ from autoparallel.pipeline.schedules import SPLIT, in_flight, rank_of_stage, req
 from autoparallel.plan import Plan
 from autoparallel.planner.space.subject import Subject
 from autoparallel.planner.stages.cuts import most_even
-from autoparallel.planner.stages.rows import ANSWERS, Array, RowPricer, Rows
+from autoparallel.planner.stages.rows import Array, RowPricer, Rows
+from autoparallel.planner.stages.steps import Point, Step, points_of, seconds_within, steps_of, sums_before
 from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.text import units
 
 CHOICES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zero_bubble_v", 2))
 """The schedules tried, with their stages per rank, where none is asked for."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """A layer of which more runs again than before.
-
-    Attributes:
-        begin, end: its rows.
-        answer: how much of it runs again then: the number of a row of what ``Rows`` tells by answer.
-        seconds: more than before, for each microbatch.
-        saved: bytes that are kept less than before, of each microbatch.
-        spared: bytes that it makes again, in all, while its backward runs.
-    """
-
-    layer: str
-    begin: int
-    end: int
-    answer: int
-    seconds: float
-    saved: float
-    spared: float
-
-    @property
-    def slope(self) -> float:
-        """Seconds for each byte that is saved."""
-        return self.seconds / self.saved
-
-
-def steps_of(rows: Rows) -> list[Step]:
-    """How each layer saves more and more, what costs least for a byte first; a step that the next one beats is none."""
-    steps = []
-    for layer, (begin, end) in rows.spans().items():
-        seconds, held = (part[:, begin:end].sum(axis=1) for part in (rows.backward, rows.activations))
-        answer = 0
-        while better := [a for a in range(answer + 1, ANSWERS) if held[a] < held[answer]]:
-            before = answer
-            answer = min(better, key=lambda a: (seconds[a] - seconds[before]) / (held[before] - held[a]))
-            gone = np.maximum(0.0, rows.activations[0, begin:end] - rows.activations[answer, begin:end])
-            more, saved = float(seconds[answer] - seconds[before]), float(held[before] - held[answer])
-            steps.append(Step(layer, begin, end, answer, more, saved, float(gone.sum())))
-    return steps
 
 
 class StagePlanner:
@@ -173,7 +129,7 @@ class StagePlanner:
         line: _Line,
         schedule: str,
         per_rank: int,
-        count: int,
+        microbatches: int,
         cuts: tuple[str, ...] | None,
         fills_all: bool = True,
     ) -> tuple[PipelinePlan, dict[str, str]]:
@@ -182,36 +138,28 @@ class StagePlanner:
         Args:
             fills_all: whether no stage may be without operators.
         """
-        rows, steps, stages = line.rows, line.steps, per_rank * self.ranks
-        if cuts is None and not fills_all and sum(map(bool, rows.reads)) < stages:
-            starts = [0] * (stages - 1)
+        rows, count = line.rows, per_rank * self.ranks
+        ranks = [rank_of_stage(schedule, self.ranks, stage) for stage in range(count)]
+        holds = in_flight(schedule, self.ranks, count, microbatches)
+        if cuts is None and not fills_all and sum(map(bool, rows.reads)) < count:
+            starts = [0] * (count - 1)
         elif cuts is None:
-            starts = self._cut(line, schedule, stages, count)
+            starts = self._cut(line, ranks, holds)
         else:
-            if len(cuts) + 1 != stages:
-                raise PlanError(f"{len(cuts)} cuts make {len(cuts) + 1} stages, the schedule needs {stages}")
+            if len(cuts) + 1 != count:
+                raise PlanError(f"{len(cuts)} cuts make {len(cuts) + 1} stages, the schedule needs {count}")
             where = stages_of(self.captured, cuts)
-            starts = [sum(where[node] < s for node in rows.nodes) for s in range(1, stages)]
-            if fills_all and len({0, *starts}) < stages:
+            starts = [sum(where[node] < s for node in rows.nodes) for s in range(1, count)]
+            if fills_all and len({0, *starts}) < count:
                 raise PlanError(f"the cuts {', '.join(cuts)} leave a stage empty")
-        spans = [*itertools.pairwise([0, *starts, len(rows.nodes)])]
-        resting = self._resting_bytes(rows, spans, schedule)
-        again = self._fewest_steps(rows, steps, spans, resting, schedule, count)
-        costs = self._costs(rows, again, spans, resting, schedule, count)
+        stages = _Stages(rows, [*itertools.pairwise([0, *starts, len(rows.nodes)])], ranks, holds)
+        again = self._fewest_steps(line.steps, stages)
         keys = tuple(rows.nodes[i].meta["key"] for i in starts)
-        plan = PipelinePlan(PIPELINE_AXIS, self.ranks, schedule, count, keys, tuple(costs))
-        self._require_fits(plan, resting, bool(steps))
+        plan = PipelinePlan(PIPELINE_AXIS, self.ranks, schedule, microbatches, keys, stages.costs(again))
+        self._require_fits(plan, stages.resting, bool(line.steps))
         return plan, {step.layer: RECOMPUTED[step.answer - 1] for step in again}
 
-    def _fewest_steps(
-        self,
-        rows: Rows,
-        steps: Sequence[Step],
-        spans: Sequence[tuple[int, int]],
-        resting: Sequence[float],
-        schedule: str,
-        count: int,
-    ) -> list[Step]:
+    def _fewest_steps(self, steps: Sequence[Step], stages: _Stages) -> list[Step]:
         """The last step of each layer that must run again for its rank's memory to suffice, in the model's order.
 
         Of layers that are alike the first ones do, because what they save lives longest.
@@ -219,7 +167,7 @@ class StagePlanner:
         again: dict[str, Step] = {}
         if self.memory_limit is None:
             return []
-        held = in_flight(schedule, self.ranks, len(spans), count)
+        rows, spans, held = stages.rows, stages.spans, stages.in_flight
         begins = [begin for begin, _ in spans]
         inside: list[list[Step]] = [[] for _ in spans]
         for step in steps:
@@ -227,11 +175,11 @@ class StagePlanner:
             if step.end <= spans[stage][1]:
                 inside[stage].append(step)
         for rank in range(self.ranks):
-            stages = [s for s in range(len(spans)) if rank_of_stage(schedule, self.ranks, s) == rank]
-            memory = sum(resting[s] + held[s] * rows.activations[0, slice(*spans[s])].sum() for s in stages)
-            widest = {s: rows.moment[slice(*spans[s])].max(initial=0.0) for s in stages}
+            ours = [s for s, runs in enumerate(stages.ranks) if runs == rank]
+            memory = sum(stages.resting[s] + held[s] * rows.activations[0, slice(*spans[s])].sum() for s in ours)
+            widest = {s: rows.moment[slice(*spans[s])].max(initial=0.0) for s in ours}
             moment = dict(widest)
-            order = [(step.slope / held[s], s, step) for s in stages for step in inside[s]]
+            order = [(step.slope / held[s], s, step) for s in ours for step in inside[s]]
             for _, s, step in sorted(order, key=operator.itemgetter(0)):
                 if memory + max(moment.values()) <= self.memory_limit:
                     break
@@ -241,51 +189,6 @@ class StagePlanner:
                 moment[s] = max(moment[s], widest[s] + step.spared)
                 again[step.layer] = step
         return [step for step in steps if again.get(step.layer) is step]
-
-    def _costs(
-        self,
-        rows: Rows,
-        again: Sequence[Step],
-        spans: Sequence[tuple[int, int]],
-        resting: Sequence[float],
-        schedule: str,
-        count: int,
-    ) -> list[StageCost]:
-        """What every stage costs, of whose rows each runs again as the step says that its layer has come to."""
-        n = len(rows.nodes)
-        answers = np.zeros(n, dtype=int)
-        for step in again:
-            answers[step.begin : step.end] = step.answer
-        at = answers, np.arange(n)
-        backwards, all_inputs, activations = rows.backward[at], rows.inputs[at], rows.activations[at]
-        held = in_flight(schedule, self.ranks, len(spans), count)
-        costs = []
-        for stage, (begin, end) in enumerate(spans):
-            part = slice(begin, end)
-            modules = [node.meta.get("module", "") for node in rows.nodes[part]]
-            named = [m for m in modules if m] or [rows.nodes[begin].name]
-            forward, backward = float(rows.forward[part].sum()), float(backwards[part].sum())
-            inputs = float(all_inputs[part].sum()) / backward if backward else 0.5
-            entering = float(rows.entering[begin]) if begin and answers[begin] else 0.0
-            memory = resting[stage] + held[stage] * (float(activations[part].sum()) + entering)
-            largest = max([0.0, *(step.spared for step in again if begin <= step.begin < end)])
-            moment = float(rows.moment[part].max(initial=0.0)) + largest
-            passing = float(rows.crossing[end]) if end < n else 0.0
-            ends = named[0], named[-1]
-            costs.append(StageCost(*ends, forward, backward, memory, held[stage], inputs, moment, passing))
-        return costs
-
-    def _resting_bytes(self, rows: Rows, spans: Sequence[tuple[int, int]], schedule: str) -> list[float]:
-        """What each stage keeps of parameters, gradients and optimizer states."""
-        homes: dict[fx.Node, int] = {}  # parameter to the rank that holds it
-        resting = []
-        for stage, span in enumerate(spans):
-            rank, total = rank_of_stage(schedule, self.ranks, stage), 0.0
-            for x, (held, borrowed) in {x: sizes for r in rows.reads[slice(*span)] for x, sizes in r.items()}.items():
-                total += held if x not in homes else borrowed if homes[x] != rank else 0.0
-                homes.setdefault(x, rank)
-            resting.append(total)
-        return resting
 
     def _require_fits(self, plan: PipelinePlan, resting: Sequence[float], may_recompute: bool) -> None:
         if self.memory_limit is None:
@@ -308,18 +211,21 @@ class StagePlanner:
 
     # -- cutting ----------------------------------------------------------------------------------------------------
 
-    def _cut(self, line: _Line, schedule: str, stages: int, count: int) -> list[int]:
-        """The numbers of the rows with which the stages but the first begin."""
-        rows, places, points = line.rows, line.places, line.points
+    def _cut(self, line: _Line, ranks: Sequence[int], holds: Sequence[int]) -> list[int]:
+        """The numbers of the rows with which the stages but the first begin.
+
+        Args:
+            ranks: of each stage, the one that runs it.
+            holds: of each stage, the most microbatches whose activations it holds.
+        """
+        rows, places, points, stages = line.rows, line.places, line.points, len(ranks)
         layers = sum(map(bool, rows.reads))
         if layers < stages:
             raise PlanError(
                 f"{stages} stages are more than the {layers} operators with parameters that the call runs: use fewer "
                 "ranks on the pipeline's axis, or fewer stages per rank"
             )
-        ranks = [rank_of_stage(schedule, self.ranks, stage) for stage in range(stages)]
-        flight = in_flight(schedule, self.ranks, stages, count)
-        used = _sums(np.array([bool(reads) for reads in rows.reads], dtype=float), places)
+        used = sums_before(np.array([bool(reads) for reads in rows.reads], dtype=float), places)
         spans = np.where(used[None, :] > used[:, None], 0.0, np.inf)  # by begin and end, as all tables below
         passing = np.where((places > 0) & (places < len(rows.nodes)), 2 * rows.crossing[places], 0.0)
 
@@ -331,13 +237,13 @@ class StagePlanner:
             each = []
             for stage in range(stages):
                 # Stages of a rank share its memory: each has as much of it as if they were equal.
-                held = float(np.mean([flight[s] for s in range(stages) if ranks[s] == ranks[stage]]))
+                held = float(np.mean([holds[s] for s in range(stages) if ranks[s] == ranks[stage]]))
                 held = held if limit < math.inf else 0.0  # nothing runs again, whatever is in flight
                 enters = stage > 0 and ranks[stage - 1] != ranks[stage]
                 leaves = stage < stages - 1 and ranks[stage + 1] != ranks[stage]
                 if (held, enters, leaves) not in tables:
                     if held not in by_flight:
-                        by_flight[held] = spans + _seconds_within(points, limit, held, stages // self.ranks)
+                        by_flight[held] = spans + seconds_within(points, limit, held, stages // self.ranks)
                     cost = by_flight[held]
                     cost = cost + passing[:, None] if enters else cost
                     tables[held, enters, leaves] = cost + passing[None, :] if leaves else cost
@@ -353,7 +259,7 @@ class StagePlanner:
             memory, moment = np.zeros(self.ranks), np.zeros(self.ranks)
             for stage, span in enumerate(itertools.pairwise([0, *cuts, len(places) - 1])):
                 rank, once = ranks[stage], points[0]
-                memory[rank] += once.resting[span] + flight[stage] * once.activations[span]
+                memory[rank] += once.resting[span] + holds[stage] * once.activations[span]
                 moment[rank] = max(moment[rank], once.moment[span])
             return float((memory + moment).max())
 
@@ -395,23 +301,6 @@ def _least_seconds(plan: PipelinePlan) -> float:
 
 
 @dataclass(frozen=True)
-class _Point:
-    """What stages take when their layers have come to the same step, by the places where they begin and end.
-
-    Attributes:
-        seconds: for a microbatch.
-        resting: bytes of parameters, gradients and optimizer states.
-        activations: bytes for each microbatch in flight.
-        moment: bytes beside these while a backward runs.
-    """
-
-    seconds: Array
-    resting: Array
-    activations: Array
-    moment: Array
-
-
-@dataclass(frozen=True)
 class _Line:
     """The operators of one count of microbatches, for pipelines of every kind.
 
@@ -425,74 +314,59 @@ class _Line:
     places: npt.NDArray[np.intp]
 
     @cached_property
-    def points(self) -> list[_Point]:
+    def points(self) -> list[Point]:
         """What stages take between the places."""
-        return _points(self.rows, self.steps, self.places)
+        return points_of(self.rows, self.steps, self.places)
 
 
-def _sums(values: Array, places: npt.NDArray[np.intp]) -> Array:
-    """The sums of what is before each place."""
-    return np.concatenate([[0.0], np.cumsum(values)])[places]
+@dataclass(frozen=True)
+class _Stages:
+    """The operators, cut into the stages of a schedule.
 
-
-def _points(rows: Rows, steps: Sequence[Step], places: npt.NDArray[np.intp]) -> list[_Point]:
-    """Stages of which nothing runs again, then those whose layers have come to more and more steps.
-
-    A layer that a cut parts does not run again.  Some of many different steps are left out.
+    Attributes:
+        spans: of each stage, the numbers of the rows with which it begins and ends.
+        ranks: of each stage, the one that runs it.
+        in_flight: of each stage, the most microbatches whose activations it holds.
     """
 
-    def between(values: Array) -> Array:
-        sums = _sums(values, places)
-        return sums[None, :] - sums[:, None]
+    rows: Rows
+    spans: Sequence[tuple[int, int]]
+    ranks: Sequence[int]
+    in_flight: Sequence[int]
 
-    moment = np.zeros((len(places), len(places)))
-    moments = np.maximum.reduceat(rows.moment, places[:-1])
-    for begin in range(len(places) - 1):
-        moment[begin, begin + 1 :] = np.maximum.accumulate(moments[begin:])
-    seconds, resting = between(rows.forward + rows.backward[0]), between(rows.resting)
-    points = [_Point(seconds, resting, between(rows.activations[0]), moment)]
-    slopes = sorted({float(f"{step.slope:.3g}") for step in steps})
-    if len(slopes) > THRESHOLDS.slopes:
-        slopes = [slopes[i] for i in np.linspace(0, len(slopes) - 1, THRESHOLDS.slopes).astype(int)]
-    for slope in slopes:
-        chosen = [step for step in steps if float(f"{step.slope:.3g}") <= slope]
-        ending, beginning = np.zeros((2, 2, len(rows.nodes)))  # seconds and bytes, where layers end and begin
-        entering = np.zeros(len(rows.nodes) + 1)
-        for step in chosen:
-            ending[:, step.end - 1] += step.seconds, step.saved
-            beginning[:, step.begin] += step.seconds, step.saved
-            entering[step.begin] = rows.entering[step.begin] if step.begin else 0.0
-        more, saved = (
-            np.maximum(0.0, _sums(ends, places)[None, :] - _sums(begins, places)[:, None])
-            for ends, begins in zip(ending, beginning, strict=True)
-        )
-        activations = points[0].activations - saved + entering[places][:, None] * (saved > 0)
-        points.append(_Point(seconds + more, resting, activations, moment + max(step.spared for step in chosen)))
-    return points
+    @cached_property
+    def resting(self) -> list[float]:
+        """What each stage keeps of parameters, gradients and optimizer states."""
+        homes: dict[fx.Node, int] = {}  # parameter to the rank that holds it
+        resting = []
+        for rank, span in zip(self.ranks, self.spans, strict=True):
+            reads = {x: sizes for read in self.rows.reads[slice(*span)] for x, sizes in read.items()}
+            total = 0.0
+            for x, (held, borrowed) in reads.items():
+                total += held if x not in homes else borrowed if homes[x] != rank else 0.0
+                homes.setdefault(x, rank)
+            resting.append(total)
+        return resting
 
-
-def _seconds_within(points: Sequence[_Point], limit: float, held: float, stages: int) -> Array:
-    """How long a stage takes, by where it begins and ends, when as little of it runs again as its memory needs.
-
-    Args:
-        limit: bytes of its rank.
-        held: the microbatches in flight.
-        stages: of its rank, which share it; the backward of one runs at a time.
-    """
-    if limit == math.inf:
-        return points[0].seconds
-    fastest = np.full_like(points[0].seconds, np.inf)
-    before: tuple[Array, Array] | None = None
-    for point in points:
-        needs = stages * (point.resting + held * point.activations) + point.moment
-        fits = np.isinf(fastest) & (needs <= limit)
-        if before is None:
-            fastest[fits] = point.seconds[fits]
-        else:
-            seconds, needed = before
-            part = (needed[fits] - limit) / (needed[fits] - needs[fits])
-            fastest[fits] = seconds[fits] + part * (point.seconds - seconds)[fits]
-        if not np.isinf(fastest).any():
-            break
-        before = point.seconds, needs
-    return fastest
+    def costs(self, again: Sequence[Step]) -> tuple[StageCost, ...]:
+        """What every stage costs, of whose rows each runs again as the step says that its layer has come to."""
+        rows, n = self.rows, len(self.rows.nodes)
+        answers = np.zeros(n, dtype=int)
+        for step in again:
+            answers[step.begin : step.end] = step.answer
+        at = answers, np.arange(n)
+        backwards, all_inputs, activations = rows.backward[at], rows.inputs[at], rows.activations[at]
+        costs = []
+        for (begin, end), held, resting in zip(self.spans, self.in_flight, self.resting, strict=True):
+            part = slice(begin, end)
+            modules = [node.meta.get("module", "") for node in rows.nodes[part]]
+            named = [m for m in modules if m] or [rows.nodes[begin].name]
+            forward, backward = float(rows.forward[part].sum()), float(backwards[part].sum())
+            inputs = float(all_inputs[part].sum()) / backward if backward else 0.5
+            entering = float(rows.entering[begin]) if begin and answers[begin] else 0.0
+            memory = resting + held * (float(activations[part].sum()) + entering)
+            largest = max([0.0, *(step.spared for step in again if begin <= step.begin < end)])
+            moment = float(rows.moment[part].max(initial=0.0)) + largest
+            passing = float(rows.crossing[end]) if end < n else 0.0
+            costs.append(StageCost(named[0], named[-1], forward, backward, memory, held, inputs, moment, passing))
+        return tuple(costs)
