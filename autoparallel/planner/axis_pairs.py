@@ -16,44 +16,47 @@ from torch import fx
 
 from autoparallel.placements import Layout
 from autoparallel.planner.calls.options import Option
-from autoparallel.planner.solve.elimination import TooWide
-from autoparallel.planner.solve.factors import Factors, States, evaluate
+from autoparallel.planner.solve.elimination import Solution, TooWide
+from autoparallel.planner.solve.factors import Allowance, Factors, States, evaluate
 from autoparallel.planner.space.problem import Problem
 
-Solve = Callable[[Sequence[int], Factors, Factors, bool], Sequence[int]]
-"""Minimises costs; with the flag, within the limit on usage."""
+Solve = Callable[[Sequence[int], Factors, Allowance | None], Solution]
+"""Minimises costs, within a budget where there is one."""
 
 _ROUNDING = 1e-9  # relative difference of costs below which they count as equal
 
 
-def minimise_by_pairs(problem: Problem, objective: Factors, solve: Solve, limited: bool) -> list[int]:
+def minimise_by_pairs(problem: Problem, objective: Factors, solve: Solve, budget: Allowance | None = None) -> list[int]:
     """The best assignment found by minimising over two mesh axes at a time (see [Note: wide graphs]), or one at a time
     where two are too wide, too.
 
-    The largest axes come first.  A first round without the limit says where to start within one.
+    The largest axes come first.  A first round without the budget says where to start within it.
     """
     if len(problem.space.axis_sizes) > 2:
         with contextlib.suppress(TooWide):
-            return _minimise_in_turn(problem, objective, solve, limited, 2)
-    return _minimise_in_turn(problem, objective, solve, limited, 1)
+            return _minimise_in_turn(problem, objective, solve, budget, 2)
+    return _minimise_in_turn(problem, objective, solve, budget, 1)
 
 
-def _minimise_in_turn(problem: Problem, objective: Factors, solve: Solve, limited: bool, together: int) -> list[int]:
+def _minimise_in_turn(
+    problem: Problem, objective: Factors, solve: Solve, budget: Allowance | None, together: int
+) -> list[int]:
     axis_sizes = problem.space.axis_sizes
     axes = range(len(axis_sizes))
     groups = list(itertools.combinations(axes, together))
     groups.sort(key=lambda free: -math.prod([axis_sizes[axis] for axis in free]))
     best: list[int] = []
     held: dict[fx.Node, Option] = {}
-    for within in (False, True) if limited else (False,):
+    for within in (None, budget) if budget is not None else (None,):
         least, idle = float("inf"), 0
-        last = within == limited
+        last = within is budget
         for turn, free in enumerate(itertools.cycle(groups)):
             if idle == len(groups) - 1 if last else turn == len(groups):
                 break
             left = _states_left(problem, held, [axis for axis in axes if axis not in free])
             sizes = [len(states) for states in left]
-            numbers = solve(sizes, objective.restricted(left), problem.usage.restricted(left), within)
+            narrowed = None if within is None else (within[0].restricted(left), within[1])
+            numbers = solve(sizes, objective.restricted(left), narrowed).choices
             choices = [int(states[choice]) for states, choice in zip(left, numbers, strict=True)]
             cost = evaluate(objective, choices)
             idle += 1
@@ -79,7 +82,7 @@ def _states_left(problem: Problem, held: dict[fx.Node, Option], axes: Sequence[i
         left[node] = [variable.options[i] for i in alike[key]]
     readers: dict[fx.Node, set[Layout]] = {node: {o.result for o in left[node]} for node in problem.readers}
     for node, options in left.items():
-        for i, operand in enumerate(problem.operands(node)):
+        for i, operand in enumerate(problem.size.operands(node)):
             if operand in readers:
                 readers[operand] |= {o.needs[i] for o in options}
     for node, (layouts, number) in problem.readers.items():

@@ -9,7 +9,6 @@ large, HiGHS is asked (``solve.integer_program``) if its program is small enough
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from autoparallel.decisions.decisions import RECOMPUTED, Estimate
@@ -21,7 +20,7 @@ from autoparallel.planner.axis_pairs import minimise_by_pairs
 from autoparallel.planner.infeasible import explain_limit
 from autoparallel.planner.solve.budget import Budget
 from autoparallel.planner.solve.elimination import Infeasible, Solution, TooWide
-from autoparallel.planner.solve.factors import Factors, evaluate
+from autoparallel.planner.solve.factors import Allowance, Factors, evaluate
 from autoparallel.planner.solve.hubs import prove
 from autoparallel.planner.solve.integer_program import solve_if_small
 from autoparallel.planner.solve.layered import minimise
@@ -97,13 +96,13 @@ def _estimate(problem: Problem, choices: Sequence[int]) -> Estimate:
 
 def _solve(problem: Problem, objective: Factors, memory_limit: float | None, room: float) -> Solution:
     """The choices that minimise an objective."""
-    limit = math.inf if memory_limit is None else memory_limit - room
+    budget = None if memory_limit is None else (problem.usage, memory_limit - room)
 
-    def solve(sizes: Sequence[int], factors: Factors, usage: Factors, limited: bool = True) -> Solution:
-        budget = (usage, limit) if limited and memory_limit is not None else None
+    def solve(sizes: Sequence[int], factors: Factors, budget: Allowance | None) -> Solution:
         try:
             if budget is None:
                 return minimise(sizes, factors, problem.layers)
+            usage, limit = budget
             whole = factors is problem.objective  # which is searched within several limits
             return (problem.budget if whole else Budget(sizes, factors, usage, problem.layers)).within(limit)
         except TooWide:
@@ -114,13 +113,11 @@ def _solve(problem: Problem, objective: Factors, memory_limit: float | None, roo
 
     try:
         try:
-            return solve(problem.sizes, objective, problem.usage)
+            return solve(problem.sizes, objective, budget)
         except TooWide:
             if len(problem.space.axis_sizes) < 2:
                 raise
-        limited = memory_limit is not None
-        choices = minimise_by_pairs(problem, objective, lambda *parts: solve(*parts).choices, limited)
-        budget = (problem.usage, limit) if limited else None
+        choices = minimise_by_pairs(problem, objective, solve, budget)
         return prove(problem.sizes, objective, choices, budget, problem.layers)
     except TooWide as error:
         message = "the model's tensors depend on each other in too many ways to be planned on this mesh: use fewer axes"

@@ -20,8 +20,8 @@ from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.request.request import Request
 from autoparallel.planner.solve import highs, hubs, integer_program, kinds
 from autoparallel.planner.solve.budget import Budget
-from autoparallel.planner.solve.elimination import Infeasible, TooWide
-from autoparallel.planner.solve.factors import Factor, Factors, evaluate
+from autoparallel.planner.solve.elimination import Infeasible, Solution, TooWide
+from autoparallel.planner.solve.factors import Allowance, Factor, Factors, evaluate
 from autoparallel.planner.solve.hubs import prove
 from autoparallel.planner.solve.kinds import Layers
 from autoparallel.planner.solve.layered import LayeredNetwork, minimise
@@ -202,13 +202,14 @@ class TestWideGraphs:
         problem = _problem(256, 2, 256, (2, 2, 2))
         tried = []
 
-        def solve(sizes: Sequence[int], factors: Factors, usage: Factors, limited: bool) -> Sequence[int]:
+        def solve(sizes: Sequence[int], factors: Factors, budget: Allowance | None) -> Solution:
             tried.append(max(sizes))
             if max(sizes) > 20:
                 raise TooWide(max(sizes), 20, ())
-            return minimise(sizes, factors).choices
+            assert budget is None
+            return minimise(sizes, factors)
 
-        choices = minimise_by_pairs(problem, problem.factors, solve, False)
+        choices = minimise_by_pairs(problem, problem.factors, solve)
         assert tried[0] > 20 >= max(tried[1:]) and len(tried) > 3
         exact = minimise(problem.sizes, problem.factors).cost
         assert exact * (1 - 1e-12) <= evaluate(problem.factors, choices) <= 1.5 * exact

@@ -132,6 +132,10 @@ class Factors(Iterable[Factor]):
         return sum(map(len, self.places))
 
 
+Allowance = tuple[Factors, float]
+"""A second sum, and what it may be at most."""
+
+
 def evaluate(factors: Iterable[Factor], choices: Sequence[int]) -> float:
     """The sum of the factors' entries at the given choices."""
     entries = Factors.of(factors).entries(choices)

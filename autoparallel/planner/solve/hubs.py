@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from autoparallel.planner.solve.elimination import Infeasible, Solution, TooWide
-from autoparallel.planner.solve.factors import Factor, Factors, States, evaluate
+from autoparallel.planner.solve.factors import Allowance, Factor, Factors, States, evaluate
 from autoparallel.planner.solve.integer_program import solve_if_small
 from autoparallel.planner.solve.kinds import Layers
 from autoparallel.planner.solve.layered import LayeredNetwork, minimise
@@ -45,7 +45,7 @@ def prove(
     sizes: Sequence[int],
     factors: Iterable[Factor],
     choices: Sequence[int],
-    budget: tuple[Factors, float] | None = None,
+    budget: Allowance | None = None,
     layers: Layers = (),
 ) -> Solution:
     """The best assignment known (see [Note: hubs]).
@@ -87,7 +87,7 @@ def prove(
 
 
 def _minimise_rest(
-    sizes: Sequence[int], factors: Factors, budget: tuple[Factors, float] | None, layers: Layers
+    sizes: Sequence[int], factors: Factors, budget: Allowance | None, layers: Layers
 ) -> Solution | None:
     """The best assignment of the states that are left; None where it is not known."""
     if budget is None:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from autoparallel.planner.solve import highs
 from autoparallel.planner.solve.elimination import Infeasible, Solution, Tables
-from autoparallel.planner.solve.factors import Factor, Factors, evaluate, merge
+from autoparallel.planner.solve.factors import Allowance, Factor, Factors, evaluate, merge
 
 MOST_COLUMNS = 600_000
 """Of a program that is worth handing to HiGHS: with so many it takes about half a minute and 2 GB."""
@@ -35,7 +35,7 @@ _TOLERANCE = 1e-6  # of HiGHS, relative
 
 
 def solve_if_small(
-    sizes: Sequence[int], factors: Factors, budget: tuple[Factors, float] | None = None
+    sizes: Sequence[int], factors: Factors, budget: Allowance | None = None
 ) -> Solution | None:
     """What `solve` finds in `SECONDS`; None where nothing, or where the program has more than `MOST_COLUMNS`.
 

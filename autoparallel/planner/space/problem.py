@@ -30,7 +30,6 @@ from autoparallel.planner.solve.factors import Factors
 from autoparallel.planner.space.overlaps import Overlaps
 from autoparallel.planner.space.prices import Pricer, Prices, most_hidden
 from autoparallel.planner.space.space import SearchSpace
-from autoparallel.rules.calls import tensor_operands
 
 
 @dataclass
@@ -133,10 +132,6 @@ class Problem:
         choices = [v.options for node, v in self.variables.items() if node.name in names and node.users]
         least = {id(options): min([option.saved_bytes for option in options]) for options in choices}
         return sum(least[id(options)] for options in choices)
-
-    def operands(self, node: fx.Node) -> list[fx.Node]:
-        """What a node reads, in the order of its options' needs."""
-        return tensor_operands(node) if node.op == "call_function" else []
 
     def node_of(self, variable: int | None) -> fx.Node | None:
         """The node that a variable, or the layout in which its readers share it, belongs to."""
