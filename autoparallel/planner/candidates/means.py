@@ -7,33 +7,33 @@ the model returns.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.planner.candidates.candidates import Candidate, Outcome, Proposals
 from autoparallel.planner.candidates.evaluation import Evaluator
-from autoparallel.planner.candidates.memory import Gauge
+from autoparallel.planner.candidates.memory import Gauge, fastest
 from autoparallel.planner.fits import differing, returns_loss_alone
 from autoparallel.planner.thresholds import THRESHOLDS
 
-Search = Callable[[Candidate, Outcome | None], Proposals]
-"""Proposes all that a candidate leaves open, which must beat a plan that fits, where there is one."""
 
+def with_means(candidate: Candidate, presets: Sequence[str], gauge: Gauge) -> Proposals:
+    """The plan of some presets that is predicted to be fastest within the limit, by all means that are left open."""
 
-def with_means(candidate: Candidate, gauge: Gauge, search: Search) -> Proposals:
-    """The plan that is predicted to be fastest within the limit, by all means that are left open."""
+    def of_presets(some: Candidate, incumbent: Outcome | None = None) -> Proposals:
+        return fastest([replace(some, preset=name) for name in presets], gauge, incumbent)
+
     evaluator = gauge.evaluator
-    best = yield from search(candidate, None)
+    best = yield from of_presets(candidate)
     if evaluator.request.memory_limit is None:
         return best
     for sparing in _means(candidate, evaluator):
         if best.plan is not None and not evaluator.recomputes(best.plan):
             break
         try:
-            outcome = yield from search(sparing, best if best.plan is not None else None)
+            outcome = yield from of_presets(sparing, best if best.plan is not None else None)
         except PlanError:  # the layouts that take the least memory need the logits whole
             continue
         if outcome.plan is None and best.plan is not None:
@@ -53,9 +53,9 @@ def _means(candidate: Candidate, evaluator: Evaluator) -> Iterator[Candidate]:
         yield candidate
     if request.microbatches is not None or not call.trains:
         return
-    count, ranks = 2, math.prod(request.sizes[axis] for axis in request.constraints().data)
+    count = 2
     if not returns_loss_alone(captured, request.outputs):
         return
-    while not differing(captured, call, count) and call.batch // count % ranks == 0:
+    while not differing(captured, call, count) and call.batch // count % request.batch_ranks == 0:
         yield replace(candidate, microbatches=count)
         count *= 2

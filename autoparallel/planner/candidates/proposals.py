@@ -9,7 +9,7 @@ from dataclasses import replace
 from autoparallel.planner.candidates.candidates import Candidate, Outcome, Proposals
 from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.candidates.means import with_means
-from autoparallel.planner.candidates.memory import Gauge, exactly, fastest
+from autoparallel.planner.candidates.memory import exactly, fastest
 from autoparallel.planner.candidates.microbatches import microbatches_in_call, pipelines
 from autoparallel.planner.candidates.paddings import paddings
 from autoparallel.planner.thresholds import THRESHOLDS
@@ -45,16 +45,8 @@ def _best(evaluator: Evaluator, presets: Sequence[str], offloads: bool, below: f
     request = evaluator.request
     if request.stages:
         return (yield from pipelines(evaluator, presets, offloads))
-
     candidate = Candidate(request.origin, microbatches=microbatches_in_call(evaluator), offloads=offloads)
-
-    def search(gauge: Gauge) -> Proposals:
-        def presets_of(some: Candidate, incumbent: Outcome | None = None) -> Proposals:
-            return fastest([replace(some, preset=name) for name in presets], gauge, incumbent)
-
-        return with_means(candidate, gauge, presets_of)
-
-    return (yield from exactly(search, evaluator, below))
+    return (yield from exactly(lambda gauge: with_means(candidate, presets, gauge), evaluator, below))
 
 
 def _move_states(evaluator: Evaluator, presets: Sequence[str], best: Outcome) -> Proposals:

@@ -86,9 +86,7 @@ def prove(
     return Solution(tuple(choices), cost, min(bound, cost))
 
 
-def _minimise_rest(
-    sizes: Sequence[int], factors: Factors, budget: Allowance | None, layers: Layers
-) -> Solution | None:
+def _minimise_rest(sizes: Sequence[int], factors: Factors, budget: Allowance | None, layers: Layers) -> Solution | None:
     """The best assignment of the states that are left; None where it is not known."""
     if budget is None:
         with contextlib.suppress(TooWide):

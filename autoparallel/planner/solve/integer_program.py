@@ -34,9 +34,7 @@ SECONDS = 30.0
 _TOLERANCE = 1e-6  # of HiGHS, relative
 
 
-def solve_if_small(
-    sizes: Sequence[int], factors: Factors, budget: Allowance | None = None
-) -> Solution | None:
+def solve_if_small(sizes: Sequence[int], factors: Factors, budget: Allowance | None = None) -> Solution | None:
     """What `solve` finds in `SECONDS`; None where nothing, or where the program has more than `MOST_COLUMNS`.
 
     Raises `Infeasible`, with the smallest achievable usage where that is above the limit.
