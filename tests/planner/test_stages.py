@@ -19,7 +19,7 @@ from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.pipeline.schedules import SPLIT, in_flight, require_schedule
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates import evaluation
-from autoparallel.planner.candidates.microbatches import microbatch_counts
+from autoparallel.planner.candidates.pipelines import microbatch_counts
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.planner import Planner

@@ -2,5 +2,5 @@
 
 - ``candidates``: a candidate, and the one loop over them; ``evaluation``: what one is worth.
 - ``proposals``: what is proposed for a mesh, by ``paddings`` of vocabularies, ``memory``, further ``means`` that save
-  it, and ``microbatches``; ``meshes``: the mesh itself.
+  it, and ``pipelines``; ``meshes``: the mesh itself.
 """

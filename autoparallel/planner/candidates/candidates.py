@@ -2,9 +2,9 @@
 
 [Note: candidates] A generator proposes candidates, one after the other, and is told what became of each before it
 proposes the next; what it returns is the best of them.  There is one for each thing that may be varied: presets
-(``proposals``), the rows of vocabularies (``paddings``), the memory that is left and what saves it (``memory``), and
-microbatches (``microbatches``).  They hand candidates on by ``yield from``, so that all of them end up in one loop,
-that of ``Evaluator.best``.
+(``proposals``), the rows of vocabularies (``paddings``), the memory that is left and what saves it (``memory``), and a
+pipeline's microbatches (``pipelines``).  They hand candidates on by ``yield from``, so that all of them end up in one
+loop, that of ``Evaluator.best``.
 """
 
 from __future__ import annotations

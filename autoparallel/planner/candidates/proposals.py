@@ -10,8 +10,9 @@ from autoparallel.planner.candidates.candidates import Candidate, Outcome, Propo
 from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.candidates.means import with_means
 from autoparallel.planner.candidates.memory import exactly, fastest
-from autoparallel.planner.candidates.microbatches import microbatches_in_call, pipelines
 from autoparallel.planner.candidates.paddings import paddings
+from autoparallel.planner.candidates.pipelines import pipelines
+from autoparallel.planner.fits import require_cuttable
 from autoparallel.planner.thresholds import THRESHOLDS
 
 
@@ -45,7 +46,7 @@ def _best(evaluator: Evaluator, presets: Sequence[str], offloads: bool, below: f
     request = evaluator.request
     if request.stages:
         return (yield from pipelines(evaluator, presets, offloads))
-    candidate = Candidate(request.origin, microbatches=microbatches_in_call(evaluator), offloads=offloads)
+    candidate = Candidate(request.origin, microbatches=_microbatches_in_call(evaluator), offloads=offloads)
     return (yield from exactly(lambda gauge: with_means(candidate, presets, gauge), evaluator, below))
 
 
@@ -57,7 +58,7 @@ def _move_states(evaluator: Evaluator, presets: Sequence[str], best: Outcome) ->
     if evaluator.request.stages:
         other = yield from _best(evaluator, [preset], True)
         return other if other.plan is not None and other.seconds < best.seconds else best
-    count, loss_chunks = microbatches_in_call(evaluator), best.candidate.loss_chunks
+    count, loss_chunks = _microbatches_in_call(evaluator), best.candidate.loss_chunks
     candidate = Candidate(preset, microbatches=count, loss_chunks=loss_chunks, offloads=True)
     return (yield from exactly(lambda gauge: fastest([candidate], gauge, best), evaluator))
 
@@ -71,7 +72,7 @@ def _may_offload(outcome: Outcome, evaluator: Evaluator) -> Generator[Candidate,
     request = evaluator.request
     if outcome.plan is None or request.stages:
         return outcome.plan is None or evaluator.recomputes(outcome.plan)
-    candidate = Candidate(outcome.candidate.preset, microbatches=microbatches_in_call(evaluator))
+    candidate = Candidate(outcome.candidate.preset, microbatches=_microbatches_in_call(evaluator))
     free = yield from paddings(candidate, evaluator)
     if free.plan is None or request.memory_limit is None:
         return True
@@ -80,3 +81,19 @@ def _may_offload(outcome: Outcome, evaluator: Evaluator) -> Generator[Candidate,
     over = max(without.memory - request.memory_limit, 1.0)
     part = min(1.0, THRESHOLDS.steep * evaluator.states / over)
     return request.profile.host_seconds(evaluator.states) < part * saving
+
+
+def _microbatches_in_call(evaluator: Evaluator) -> int:
+    """How many microbatches a call without a pipeline has been asked to run in; 1 where nothing is differentiated.
+
+    Raises:
+        PlanError: where the batch cannot be cut.
+    """
+    request, captured, call = evaluator.request, evaluator.captured, evaluator.call
+    count = request.microbatches or 1
+    if count == 1 or request.stages or not call.trains:
+        return 1
+    if captured.objective is None and request.loss_fn is not None and not call.with_target:
+        return 1
+    require_cuttable(captured, call, count)
+    return count

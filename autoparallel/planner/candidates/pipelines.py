@@ -17,26 +17,9 @@ from autoparallel.graph.captured import InputSpec
 from autoparallel.planner.candidates.candidates import Candidate, Outcome, Proposals
 from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.candidates.paddings import paddings
-from autoparallel.planner.fits import require_cuttable
 from autoparallel.planner.programs import microbatches_of
 from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.program.requirements import require_stageable
-
-
-def microbatches_in_call(evaluator: Evaluator) -> int:
-    """How many microbatches a call without a pipeline has been asked to run in; 1 where nothing is differentiated.
-
-    Raises:
-        PlanError: where the batch cannot be cut.
-    """
-    request, captured, call = evaluator.request, evaluator.captured, evaluator.call
-    count = request.microbatches or 1
-    if count == 1 or request.stages or not call.trains:
-        return 1
-    if captured.objective is None and request.loss_fn is not None and not call.with_target:
-        return 1
-    require_cuttable(captured, call, count)
-    return count
 
 
 def pipelines(evaluator: Evaluator, presets: Sequence[str], offloads: bool) -> Proposals:
