@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.plan import Plan
@@ -45,6 +45,11 @@ class Candidate:
     loss_chunks: int = 1
     offloads: bool = False
     cut: tuple[int, ...] | None = None
+
+    @property
+    def unlimited(self) -> Candidate:
+        """The same, whatever memory it takes."""
+        return replace(self, limit=None, room=0.0, sparing=False)
 
 
 @dataclass(frozen=True)

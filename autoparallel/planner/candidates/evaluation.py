@@ -159,13 +159,12 @@ class Evaluator:
                     if candidate.cut is not None:
                         outcome = self._cut(candidate)
                     else:
-                        alike = replace(candidate, limit=None, room=0.0, sparing=False)
-                        if (problem := self._problems.get(alike)) is None:
+                        if (problem := self._problems.get(candidate.unlimited)) is None:
                             subject = self._subject(candidate)
                             self._require_open_batch(subject, candidate.preset)
                             inputs = subject.captured.input_layouts(self.call.specs, self.call.layouts)
                             space = SearchSpace(subject, candidate.preset, self.settled.at_rest, inputs)
-                            problem = self._problems[alike] = Problem(space)
+                            problem = self._problems[candidate.unlimited] = Problem(space)
                         plan = cheapest(problem, candidate.limit, candidate.room, sparing=candidate.sparing)
                         outcome = self._complete(plan, problem.space, candidate)
                 except PlanError as error:
@@ -176,7 +175,7 @@ class Evaluator:
     def resting(self, candidate: Candidate) -> float:
         """Bytes that parameters take at least, with their gradients and the optimizer's states, under a candidate that
         was planned, whatever else it does: a prediction says no less."""
-        return self._problems[candidate].resting
+        return self._problems[candidate.unlimited].resting
 
     def _require_open_batch(self, subject: Subject, preset: str) -> None:
         """Raises PlanError where a preset shards the batch, and it is fixed; one row is no rank's part."""
@@ -191,7 +190,7 @@ class Evaluator:
 
     def _subject(self, candidate: Candidate) -> Subject:
         """What a candidate is about; presets have the same."""
-        key = replace(candidate, preset="", limit=None, room=0.0, sparing=False)
+        key = replace(candidate.unlimited, preset="")
         if key not in self._subjects:
             graph = self._graph(candidate)
             may_recompute = self.layers if candidate.may_recompute else self.checkpointed
@@ -283,17 +282,15 @@ class Evaluator:
         key = id(plan.operators), tuple(plan.recompute.items()), plan.means, exactly
         graph = self._graph(Candidate(plan.origin, microbatches=plan.microbatches))
         if key not in self._forecasts:
-            forecast = (
-                None
-                if exactly
-                else extrapolated(graph, plan, lambda *about: self.predict_program(*about, parts=False)[1], self._short)
-            )
-            if forecast is None and not exactly:
-                forecast = self.forecast(plan, exactly=True)
-            elif forecast is None:
+            if exactly:
                 program, prediction = self.predict_program(graph.copy(), plan)
                 self._exact.append((plan, (program, prediction)))
                 forecast = Forecast.of(prediction)
+            else:
+                short = extrapolated(
+                    graph, plan, lambda *about: self.predict_program(*about, parts=False)[1], self._short
+                )
+                forecast = short or self.forecast(plan, exactly=True)
             self._forecasts[key] = plan, forecast
         return self._forecasts[key][1]
 
