@@ -11,6 +11,7 @@ from operator import add
 import torch
 from torch import fx, nn
 
+from autoparallel.graph.captured import Captured
 from autoparallel.hardware import ADAMW, OptimizerCost, Profile
 from autoparallel.placements import Layout
 from autoparallel.placements.redistribution import local_numel
@@ -45,7 +46,7 @@ def optimizer_cost(make: MakeOptimizer) -> OptimizerCost:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ParameterCost:
     """What a rank keeps of a parameter between steps, in bytes, and how long it updates it.
 
     Attributes:
@@ -66,8 +67,8 @@ class Kept:
     def bytes(self) -> int:
         return self.parameter + self.gradient + self.states
 
-    def __add__(self, other: Kept) -> Kept:
-        return Kept(*map(add, astuple(self), astuple(other)))
+    def __add__(self, other: ParameterCost) -> ParameterCost:
+        return ParameterCost(*map(add, astuple(self), astuple(other)))
 
 
 def cost_at_rest(
@@ -78,7 +79,7 @@ def cost_at_rest(
     itemsize: int,
     trainable: bool,
     offloaded: bool = False,
-) -> Kept:
+) -> ParameterCost:
     """What a parameter of a shape that lies so between steps costs each rank.
 
     An update reads and writes what is kept.  A matrix that is updated as a whole travels to one rank and back, packed
@@ -93,11 +94,11 @@ def cost_at_rest(
     numel = local_numel(shape, layout, axis_sizes)
     part = itemsize * numel
     if not trainable:
-        return Kept(part)
+        return ParameterCost(part)
     optimizer = profile.optimizer
     if optimizer.iterations and len(shape) != 2:
         optimizer = ADAMW
-    at_rest = Kept(part, part, int(optimizer.states * part))
+    at_rest = ParameterCost(part, part, int(optimizer.states * part))
     seconds = 2 * at_rest.bytes / profile.memory_bandwidth
     if optimizer.iterations:
         ranks, parts, (short, long) = math.prod(axis_sizes), math.prod(shape) / max(numel, 1), sorted(shape)
@@ -109,28 +110,27 @@ def cost_at_rest(
         time = partial(profile.step_seconds, axis_sizes, "all_to_all", range(len(axis_sizes)))
         seconds += time(int(there + back)) - time(0) if ranks > 1 else 0.0
     if not offloaded:
-        return Kept(part, part, at_rest.states, seconds)
+        return ParameterCost(part, part, at_rest.states, seconds)
     host_seconds = profile.host_seconds(at_rest.states)
     left, host = (0, at_rest.states) if profile.host_bandwidth is not None else (at_rest.states, 0)
     return replace(at_rest, states=left, seconds=seconds + host_seconds, host=host, host_seconds=host_seconds)
 
 
 def parameter_cost(
+    captured: Captured,
     node: fx.Node,
-    dtype: torch.dtype,
     layout: Layout,
     axis_sizes: Sequence[int],
     profile: Profile,
     *,
     offloaded: bool = False,
-) -> Kept:
-    """What a parameter of a captured graph costs each rank where it lies so between steps, in a dtype; see
-    :func:`cost_at_rest`."""
-    shape, trainable = node.meta["val"].shape, bool(node.meta["differentiable"])
-    return cost_at_rest(profile, axis_sizes, shape, layout, dtype.itemsize, trainable, offloaded)
+) -> ParameterCost:
+    """What a parameter of a captured graph costs each rank where it lies so between steps; see :func:`cost_at_rest`."""
+    shape, trainable, itemsize = node.meta["val"].shape, node.meta["differentiable"], captured.rest_dtype(node).itemsize
+    return cost_at_rest(profile, axis_sizes, shape, layout, itemsize, bool(trainable), offloaded)
 
 
-def most_brought(resting: Sequence[Kept]) -> int:
+def most_brought(resting: Sequence[ParameterCost]) -> int:
     """The bytes of states that are on the device at a time, of those that lie in host memory."""
     ratio = max((x.host / x.parameter for x in resting if x.parameter), default=0.0)
     largest = max((x.host for x in resting), default=0)

@@ -6,7 +6,7 @@ from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import Profile
 from autoparallel.plan import Plan
-from autoparallel.predict.optimizer import Kept, parameter_cost
+from autoparallel.predict.optimizer import ParameterCost, parameter_cost
 from autoparallel.program.stages import parameter_ranks
 
 MEMORY = "parameters, states, gradients and activations"
@@ -22,13 +22,13 @@ def predict_stages(captured: Captured, plan: Plan, profile: Profile) -> Predicti
     assert pipeline is not None
     forward = sum(stage.forward for stage in pipeline.stages)
     share = forward / (forward + sum(stage.backward for stage in pipeline.stages) or 1.0)
-    updates = [Kept(0)] * pipeline.ranks
+    updates = [ParameterCost(0)] * pipeline.ranks
     ranks = parameter_ranks(captured, pipeline)
     for node in captured.parameter_nodes:
         name = captured.parameters[node.name]
-        layout, dtype = plan.at_rest(name), captured.rest_dtype(node)
-        cost = parameter_cost(node, dtype, layout, plan.axis_sizes, profile, offloaded=plan.offload_optimizer)
-        updates[ranks[name]] += cost
+        updates[ranks[name]] += parameter_cost(
+            captured, node, plan.at_rest(name), plan.axis_sizes, profile, offloaded=plan.offload_optimizer
+        )
     spent = parameter_seconds(captured, plan)
     gradients = [max(0.0, all_ - update.seconds) for all_, update in zip(spent, updates, strict=True)]
     most = max(range(pipeline.ranks), key=lambda rank: gradients[rank] + updates[rank].seconds)

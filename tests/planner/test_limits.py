@@ -15,7 +15,7 @@ from autoparallel.comm.world import Axes
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU, H100, PROFILES, Profile
 from autoparallel.plan import Plan
-from autoparallel.planner.calls.saved_tensors import kept_parts
+from autoparallel.planner.calls.saved_tensors import saved_tensors_of
 from autoparallel.planner.calls.signatures import Signatures
 from autoparallel.planner.candidates.candidates import Candidate, Proposals
 from autoparallel.planner.candidates.evaluation import Evaluator
@@ -183,7 +183,7 @@ class Kinds(nn.Module):
 def test_autograd_is_asked_what_the_backward_finds() -> None:
     request = Request((("dp", 2),), CPU)
     captured = Planner(Kinds(), request).capture(call_of((torch.empty(4, 8, device="meta"),)), training=True)
-    parts = kept_parts(captured.graph, Signatures(captured.actual), CPU).parts
+    parts = saved_tensors_of(captured.graph, Signatures(captured.actual), CPU).parts
     kept = {node.meta["key"].rpartition("/")[2]: part for node, part in parts.items() if node.op == "call_function"}
     assert kept == {"aten.linear#0": 1.0, "aten.add.Tensor#0": 1.0, "aten.softmax.int#0": 1.0}
 

@@ -17,7 +17,7 @@ from autoparallel.hardware import ADAMW, CPU, H100, OptimizerCost, Profile
 from autoparallel.placements import parse_layout
 from autoparallel.planner.draft import Draft, call_of
 from autoparallel.planner.request.request import Request
-from autoparallel.predict.optimizer import Kept, cost_at_rest, optimizer_cost
+from autoparallel.predict.optimizer import ParameterCost, cost_at_rest, optimizer_cost
 from autoparallel.report.diff import diff_plans
 from autoparallel.text import units
 from tests.captures import draft
@@ -47,7 +47,9 @@ def test_what_cannot_step_on_a_matrix_is_refused(make: Any) -> None:
         optimizer_cost(make)
 
 
-def _kept(optimizer: OptimizerCost, layout: str, shape: tuple[int, ...] = (512, 256), trainable: bool = True) -> Kept:
+def _kept(
+    optimizer: OptimizerCost, layout: str, shape: tuple[int, ...] = (512, 256), trainable: bool = True
+) -> ParameterCost:
     profile = replace(H100, optimizer=optimizer)
     return cost_at_rest(profile, (4,), shape, parse_layout(layout), 4, trainable)
 
@@ -61,7 +63,7 @@ def test_elements_are_read_and_written_where_they_lie() -> None:
 
 
 def test_what_is_frozen_is_kept_and_not_updated() -> None:
-    assert _kept(ADAMW, "I", trainable=False) == Kept(512 * 256 * 4)
+    assert _kept(ADAMW, "I", trainable=False) == ParameterCost(512 * 256 * 4)
 
 
 def test_ranks_share_the_arithmetic_of_matrices_and_send_them() -> None:
@@ -97,7 +99,7 @@ def _plan(optimizer: OptimizerCost) -> autoparallel.Plan:
 
 
 def test_states_in_host_memory_are_paid_for_with_their_way() -> None:
-    def kept(profile: Profile, offloaded: bool) -> Kept:
+    def kept(profile: Profile, offloaded: bool) -> ParameterCost:
         return cost_at_rest(profile, (4,), (512, 256), parse_layout("I"), 4, True, offloaded)
 
     here, there, size = kept(H100, False), kept(H100, True), 512 * 256 * 8

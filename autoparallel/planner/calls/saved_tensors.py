@@ -26,7 +26,7 @@ from autoparallel.rules.calls import is_tensor
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedByCall:
     """What one kind of call saves.
 
     Attributes:
@@ -45,7 +45,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedTensors:
     """What the backward finds of the nodes of a graph.
 
     Attributes:
@@ -57,14 +57,14 @@ class Kept:
     read: Mapping[fx.Node, bool]
 
 
-def kept_parts(graph: fx.Graph, size: Signatures, profile: Profile, loss_chunks: int = 1) -> Kept:
+def saved_tensors_of(graph: fx.Graph, size: Signatures, profile: Profile, loss_chunks: int = 1) -> SavedTensors:
     """What the backward finds of each node.
 
     Args:
         profile: whose kernels run.
         loss_chunks: into how many chunks of rows the loss is cut; what is made in chunks never exists whole.
     """
-    saved_by_kind: dict[Hashable, Saved] = {}
+    saved_by_kind: dict[Hashable, SavedByCall] = {}
     owners: dict[fx.Node, fx.Node] = {}
     saved_nodes: set[fx.Node] = set()
     read: dict[fx.Node, set[fx.Node | None]] = {}  # of each that is saved: as what; None is what makes it itself
@@ -96,10 +96,10 @@ def kept_parts(graph: fx.Graph, size: Signatures, profile: Profile, loss_chunks:
     logits = {head.product for head in find_heads(graph, alone=False)} - chunked
     parts |= {node: max(1.0, parts.get(node, 0.0)) for node in logits}
     alone = {x: ways == {x} for owner, ways in read.items() if owner in left for x in ways if x is not None}
-    return Kept(parts, alone)
+    return SavedTensors(parts, alone)
 
 
-def _run(node: fx.Node, operands: list[fx.Node], size: Signatures, profile: Profile) -> Saved:
+def _run(node: fx.Node, operands: list[fx.Node], size: Signatures, profile: Profile) -> SavedByCall:
     """Runs a call on tensors without data, of the sizes of the whole batch."""
     values: dict[fx.Node, Any] = {}
 
@@ -138,7 +138,7 @@ def _run(node: fx.Node, operands: list[fx.Node], size: Signatures, profile: Prof
     sizes = {None: sum(x.nbytes for x in results)} | {i: values[x].nbytes for i, x in enumerate(operands)}
     largest = max(sizes, key=lambda i: sizes[i])
     viewed = [places[i] for i in storages if i in places]
-    return Saved(
+    return SavedByCall(
         viewed[0] if viewed and is_tensor(node) else None,
         tuple(sorted(places[i] for i in saved if i in places)),
         any(i in saved and i not in places for i in storages),

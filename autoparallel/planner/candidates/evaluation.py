@@ -110,9 +110,7 @@ class Evaluator:
         """Bytes of a rank's share of the optimizer's states."""
         captured, sizes, profile = self.captured, self.request.sizes, self.request.profile
         whole = (Invariant,) * len(sizes)
-        costs = [
-            parameter_cost(node, captured.rest_dtype(node), whole, sizes, profile) for node in captured.parameter_nodes
-        ]
+        costs = [parameter_cost(captured, node, whole, sizes, profile) for node in captured.parameter_nodes]
         return sum(cost.states for cost in costs) / math.prod(sizes)
 
     def closed_means(self, plan: Plan) -> list[str]:

@@ -155,10 +155,12 @@ class SearchSpace:
             layouts, gathers = self.permits.at_rest(node)
         else:
             layouts, gathers = [parse_layout(pinned.at_rest)], [pinned.gather]
-        options, dtype = [], self.captured.rest_dtype(node)
+        options = []
         for layout in layouts:
             sharded = any(p.kind == "S" for p in layout)
-            rest = parameter_cost(node, dtype, layout, self.axis_sizes, self.profile, offloaded=subject.offloads)
+            rest = parameter_cost(
+                self.captured, node, layout, self.axis_sizes, self.profile, offloaded=subject.offloads
+            )
             seconds, held = rest.seconds / subject.microbatches, rest.bytes / subject.stages
             options += [Option((), (), layout, seconds, held, gather=g) for g in (gathers if sharded else ["per_step"])]
         return options

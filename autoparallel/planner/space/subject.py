@@ -13,7 +13,7 @@ from autoparallel.graph.layers import layer_of
 from autoparallel.passes.raise_row_views import Head, find_heads
 from autoparallel.passes.recompute_layers import checkpointed_layers, kept_in_layers
 from autoparallel.placements import Invariant, Layout
-from autoparallel.planner.calls.saved_tensors import Kept, kept_parts
+from autoparallel.planner.calls.saved_tensors import SavedTensors, saved_tensors_of
 from autoparallel.planner.calls.signatures import Signatures
 from autoparallel.planner.request.request import Request
 
@@ -62,9 +62,9 @@ class Subject:
         self._parts: dict[fx.Node, tuple[float, float, float]] = {}
 
     @cached_property
-    def saved_tensors(self) -> Kept:
+    def saved_tensors(self) -> SavedTensors:
         """What the backward finds of each node."""
-        return kept_parts(self.captured.graph, self.size, self.profile, self.loss_chunks)
+        return saved_tensors_of(self.captured.graph, self.size, self.profile, self.loss_chunks)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -202,7 +202,7 @@ class RowPricer:
         """
         name, subject = self.captured.parameters[x.name], self.subject
         layout, dtype = self.plan.at_rest(name), self.captured.rest_dtype(x)
-        rest = parameter_cost(x, dtype, layout, self.sizes, subject.profile, offloaded=subject.offloads)
+        rest = parameter_cost(self.captured, x, layout, self.sizes, subject.profile, offloaded=subject.offloads)
         at_rest = rest.parameter
         if not x.meta["differentiable"]:
             return float(at_rest), float(at_rest)
