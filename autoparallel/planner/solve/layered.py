@@ -115,9 +115,11 @@ class LayeredNetwork:
         ends = set() if self.hub is None else {self.hub}
 
         def network(sizes: Sequence[int], placed: Iterable[tuple[int, Scope]], constants: Sequence[float]) -> Network:
-            sums = [[Factor((), np.array(constant))] for constant in constants]
+            sums = [Factors() for _ in constants]
+            for total, constant in zip(sums, constants, strict=True):
+                total.add((), np.array(constant))
             for table, scope in placed:
-                sums[table >= costs].append(Factor(scope, terms.tables[table]))
+                sums[table >= costs].add(scope, terms.tables[table])
             return Network(sizes, *sums)
 
         remaining = ~in_layer[terms.scopes[:, -1]]

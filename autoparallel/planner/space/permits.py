@@ -99,16 +99,14 @@ class Permits:
             return layouts, ["per_microbatch"]
         return layouts, ["per_use"] if constraints.sharded_at_rest else ["per_step", "per_use"]
 
-    def forbidden(
-        self, options_of: OptionsOf, node: fx.Node, options: Sequence[Option], columns: Sequence[Layout]
-    ) -> np.ndarray:
+    def forbidden(self, options_of: OptionsOf, node: fx.Node, columns: Sequence[Layout]) -> np.ndarray:
         """What a preset forbids between a parameter at rest and its use, as infinite prices.
 
         Args:
-            options_of: those of the nodes that read the parameter, among others.
-            node, options: the parameter, and its options.
+            options_of: those of the parameter and of the nodes that read it, among others.
             columns: the layouts in which it may be used.
         """
+        options = options_of[node] or ()
         out = np.zeros((len(options), len(columns)))
         large = len(node.meta["val"].shape) >= 2
         whole = {"R" if node.meta["differentiable"] else "I"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,10 +10,10 @@ from torch import fx
 
 from autoparallel.placements import Layout
 from autoparallel.placements.redistribution import PARTIAL, LayoutTable, local_numel
-from autoparallel.planner.calls.options import Option, Reader, Variable
+from autoparallel.planner.calls.options import Reader, Variable
 from autoparallel.planner.space.interleaving import dealing_seconds, deals_out, dealt_bytes
 from autoparallel.planner.space.overlaps import Overlaps
-from autoparallel.planner.space.subject import Subject
+from autoparallel.planner.space.space import SearchSpace
 from autoparallel.rules.calls import is_tensor
 
 
@@ -37,25 +37,19 @@ class Prices:
 
 
 class Pricer:
-    """Prices redistributions between options.
+    """Prices redistributions between the options of a space.
 
-    Args:
-        forbidden: infinite prices for what a preset forbids between a parameter at rest and its use.
+    Attributes:
         overlaps: what chunks of linear layers hide.
     """
 
-    def __init__(
-        self,
-        subject: Subject,
-        forbidden: Callable[[fx.Node, Sequence[Option], Sequence[Layout]], np.ndarray],
-        overlaps: Overlaps,
-    ) -> None:
+    def __init__(self, space: SearchSpace) -> None:
+        self.space, subject, self.overlaps = space, space.subject, Overlaps(space.subject)
         self.captured, self.size, self.searched = subject.captured, subject.size, subject.searched
         self.saved_tensors, self.products = subject.saved_tensors, subject.products
         self.heads = {head.product for head in subject.heads}
         self.redistributor, self.profile = subject.redistributor, subject.profile
         self.axis_sizes, self.microbatches, self.stages = subject.axis_sizes, subject.microbatches, subject.stages
-        self.forbidden, self.overlaps = forbidden, overlaps
 
     def price(
         self,
@@ -142,7 +136,7 @@ class Pricer:
                     prices[i] = once * (prices[i] - gather) + gather * (1 + again)
                 else:
                     prices[i] *= once
-            prices = prices + self.forbidden(node, producer.options, columns)
+            prices = prices + self.space.permits.forbidden(self.space.options, node, columns)
         elif deals_out(node):
             shape = self.size.shape(node)
             prices = prices + dealing_seconds(node, shape, producer.options, columns, self.axis_sizes, self.profile)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 from torch import fx
@@ -27,7 +27,6 @@ from autoparallel.placements import Layout
 from autoparallel.planner.calls.options import Option, Reader, Variable
 from autoparallel.planner.solve.budget import Budget
 from autoparallel.planner.solve.factors import Factors
-from autoparallel.planner.space.overlaps import Overlaps
 from autoparallel.planner.space.prices import Pricer, Prices, most_hidden
 from autoparallel.planner.space.space import SearchSpace
 
@@ -78,15 +77,14 @@ class Problem:
         subject = space.subject
         self.captured, self.size = subject.captured, subject.size
         self.searched, self.open = subject.searched, subject.open
-        overlaps = Overlaps(subject)
+        self._pricer = Pricer(space)
         self.sizes: list[int] = []
         self.factors, self.usage = Factors(), Factors()
-        self.hidden = {count: Factors() for count in overlaps.counts}
+        self.hidden = {count: Factors() for count in self._pricer.overlaps.counts}
         self.variables: dict[fx.Node, Variable] = {}
         self.readers: dict[fx.Node, tuple[list[Layout], int]] = {}
         self.layers: list[tuple[str, ...]] = []
         self.again: dict[str, int] = {}
-        self._pricer = Pricer(subject, partial(space.permits.forbidden, space.options), overlaps)
         self._ends: dict[fx.Node, tuple[_Ends, Sequence[tuple[fx.Node, int]]]] = {}
         # What is alike is worked out once, by the options on both sides.
         self._ends_alike: dict[Hashable, _Ends] = {}
