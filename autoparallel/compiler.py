@@ -31,7 +31,7 @@ from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.programs import prepare
 from autoparallel.planner.reasons import PlanAgain
-from autoparallel.planner.request.request import Request, Settled
+from autoparallel.planner.request.request import UNSETTLED, Request, Settled
 from autoparallel.predict.cost import workload_of
 from autoparallel.program.program import LocalProgram
 from autoparallel.program.stages import StagedProgram, find_owners
@@ -245,7 +245,7 @@ class Compiler:
         """What a search chooses, or has chosen before, where the first rank's cache knows."""
         cache, agreement, key = self.settings.cache, self.agreement, None
         if agreement.is_first:
-            key = cache.key(search.request, search.captured, search.call, Settled(), search.devices, search.refusal)
+            key = cache.key(search.request, search.captured, search.call, UNSETTLED, search.devices, search.refusal)
         text = agreement.of_first(cache.get(key, lambda text: from_json(MeshChoice, text, 1) and text) or "")
         if text:
             return from_json(MeshChoice, text, 1)

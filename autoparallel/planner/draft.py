@@ -30,7 +30,7 @@ from autoparallel.operators import RandomState
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.programs import prepare
+from autoparallel.planner.programs import UNBOUND, prepare
 from autoparallel.predict.stages import predict_stages
 from autoparallel.report.progress import UNSHOWN, Progress
 
@@ -78,7 +78,7 @@ def draft_captured(
         if finished is None:
             prepare(request, captured, plan, call)
             staged = predict_stages(captured, plan, request.profile) if request.stages else None
-            finished, _ = planner.finish(captured, plan, call, "mesh0")
+            finished, _ = planner.finish(captured, plan, call, UNBOUND)
     if staged is None:
         assert finished.prediction is not None
         return Draft(finished, finished.prediction)

@@ -12,6 +12,9 @@ from autoparallel.planner.space.problem import Problem
 from autoparallel.predict.forecast import Forecast
 from autoparallel.text import units
 
+SHOWN = 3
+"""How many consumers of memory a message names."""
+
 
 def explain_limit(error: Infeasible, problem: Problem, limit: float, room: float) -> str:
     """Why nothing fits into a limit, of which some room was to be left."""
@@ -46,11 +49,11 @@ def nothing_fits(least: Plan, limit: float, forecast: Forecast, closed: Sequence
     )
 
 
-def _consumers(problem: Problem, choices: Sequence[int], count: int = 3) -> str:
+def _consumers(problem: Problem, choices: Sequence[int]) -> str:
     """What takes the most memory."""
     used: dict[str, float] = {}
     for node, size in problem.shares(problem.usage, choices).items():
         name = str(node.meta.get("key", node.name))
         used[name] = used.get(name, 0.0) + size
-    most = sorted(used.items(), key=lambda item: (-item[1], item[0]))[:count]
+    most = sorted(used.items(), key=lambda item: (-item[1], item[0]))[:SHOWN]
     return ", ".join(f"{name.partition('#')[0].strip('/')} ({units(size)})" for name, size in most)

@@ -28,7 +28,7 @@ from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.candidates.proposals import proposals
 from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.programs import build, prepare
-from autoparallel.planner.request.request import Request, Settled
+from autoparallel.planner.request.request import UNSETTLED, Request, Settled
 from autoparallel.predict.pipeline_traffic import pipeline_traffic
 from autoparallel.predict.predict import predict
 from autoparallel.predict.reductions import choose_reductions, with_reductions
@@ -85,7 +85,7 @@ class Planner:
         self,
         captured: Captured,
         call: Call,
-        settled: Settled = Settled(),  # noqa: B008 - frozen
+        settled: Settled = UNSETTLED,
         evaluator: Evaluator | None = None,
     ) -> Plan:
         """The best plan; the graph stays as it is.

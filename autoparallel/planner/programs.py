@@ -18,13 +18,16 @@ from autoparallel.program.build import build_program
 from autoparallel.program.program import LocalProgram
 from autoparallel.program.stages import StagedProgram, build_stages
 
+UNBOUND = "mesh0"
+"""The name of the mesh in programs that are looked at or simulated: no mesh is bound under it."""
+
 
 def build(
     request: Request,
     captured: Captured,
     plan: Plan,
     call: Call,
-    prefix: str,
+    prefix: str = UNBOUND,
     watch: Watch = ignore,
     checked: bool = True,
 ) -> LocalProgram | StagedProgram:

@@ -45,7 +45,7 @@ class PlanAgain:
         captured = self._graph.copy()
         history = PassHistory(captured.module)
         pad(captured, plan.padded, history)
-        build(self.planner.request, captured, plan, self.call, "mesh0", history)
+        build(self.planner.request, captured, plan, self.call, watch=history)
         return str(history)
 
     @cached_property

@@ -52,7 +52,7 @@ def typed_modes(
     if rule is not None:
         modes.extend(_sharding_ways(rule, whole))
         modes.extend(_exchange_ways(rule, whole))
-        modes.extend(_partial(rule, whole))
+        modes.extend(_partial_ways(rule, whole))
     return modes
 
 
@@ -93,7 +93,7 @@ def _exchange_ways(rule: Rule, whole: tuple[Placement, ...]) -> Iterator[Typed]:
         yield Typed(Mode("shard", factor=rule.exchanged()), tuple(operands), Shard(result))
 
 
-def _partial(rule: Rule, whole: tuple[Placement, ...]) -> Iterator[Typed]:
+def _partial_ways(rule: Rule, whole: tuple[Placement, ...]) -> Iterator[Typed]:
     for i, group in enumerate(rule.linear):
         operands = tuple(Partial if j in group or j in rule.additive else whole[j] for j in range(len(rule.operands)))
         yield Typed(Mode("partial", linear=i), operands, Partial)

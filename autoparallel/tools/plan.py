@@ -304,7 +304,7 @@ def _presets(options: argparse.Namespace, request: Request) -> list[str]:
         if unknown:
             raise UsageError(f"unknown preset {unknown[0]!r} in --compare: expected {', '.join(PRESETS)}")
         return names
-    return [n for n in possible_presets([name for name, _ in request.axes]) if n != request.plan]
+    return [n for n in possible_presets(request.names) if n != request.plan]
 
 
 def compare(

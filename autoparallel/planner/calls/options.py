@@ -126,7 +126,7 @@ def operator_options(
             size = float(saved[i])
             saves, keeps, leaves = [portion * size for portion in portions]
             best[needs, result] = Option(modes, needs, result, seconds, saves, again, keeps, leaves)
-    if node.target is operators.interleave:  # paid where the blocks are dealt out: see planner.interleaving
+    if node.target is operators.interleave:  # paid where the blocks are dealt out: see ``planner.space.interleaving``
         return [Option(option.modes, option.needs, option.result, 0.0) for option in best.values()]
     return list(best.values())
 

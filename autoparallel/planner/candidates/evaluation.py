@@ -29,7 +29,7 @@ from autoparallel.planner.fits import differing, require_chunkable, returns_loss
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.programs import adapt, build
 from autoparallel.planner.request.presets import possible_presets
-from autoparallel.planner.request.request import Request, Settled
+from autoparallel.planner.request.request import UNSETTLED, Request, Settled
 from autoparallel.planner.space.interleaving import why_whole
 from autoparallel.planner.space.problem import Problem
 from autoparallel.planner.space.space import SearchSpace
@@ -57,7 +57,7 @@ class Evaluator:
         PlanError: where the loss cannot be cut into the chunks that are asked for.
     """
 
-    def __init__(self, request: Request, captured: Captured, call: Call, settled: Settled = Settled()) -> None:  # noqa: B008 - frozen
+    def __init__(self, request: Request, captured: Captured, call: Call, settled: Settled = UNSETTLED) -> None:
         self.request, self.call, self.settled = request, call, settled
         self.captured = captured
         if request.stages and not captured.flows_from_loss_alone or (request.loss_chunks or 1) > 1:
@@ -131,7 +131,7 @@ class Evaluator:
         request = self.request
         if not thorough or request.plan != "auto" or self.settled.at_rest is not None:
             return [request.origin]
-        return [*possible_presets([name for name, _ in request.axes])]
+        return [*possible_presets(request.names)]
 
     def about(self, plan: str) -> Evaluator:
         """The evaluator of the same request for another preset; both share what they find out."""
@@ -316,7 +316,7 @@ class Evaluator:
     def predict_program(self, graph: Captured, plan: Plan, *, parts: bool = True) -> tuple[LocalProgram, Prediction]:
         """The program that a plan makes of a graph, which is used up, unchecked, and what it is predicted to cost;
         ``parts`` as ``predict`` takes it."""
-        program = build(self.request, graph, plan, self.call, "mesh0", checked=False).programs[0]
+        program = build(self.request, graph, plan, self.call, checked=False).programs[0]
         return program, predict(program, plan, self.request.profile, parts=parts)
 
 

@@ -67,6 +67,10 @@ class Request(OpenMeans):
         return tuple(size for _, size in self.axes)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
     def batch_ranks(self) -> int:
         """The ranks over which a preset shards the batch."""
         return math.prod(self.sizes[axis] for axis in self.constraints().data)
@@ -100,7 +104,7 @@ class Request(OpenMeans):
             PlanError: for a preset that the mesh has no axis for.
         """
         preset = preset or self.origin
-        return constraints_for(preset if preset in PRESETS else "auto", [name for name, _ in self.axes])
+        return constraints_for(preset if preset in PRESETS else "auto", self.names)
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,10 @@ class Settled:
     pipeline: PipelinePlan | None = None
     recompute: Mapping[str, str] = field(default_factory=dict)
     offload_optimizer: bool | None = None
+
+
+UNSETTLED = Settled()
+"""Before a model has a plan."""
 
 
 def profile_of_run(

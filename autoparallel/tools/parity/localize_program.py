@@ -31,7 +31,7 @@ from autoparallel.placements.regions import region_at, whole_region
 from autoparallel.plan import Plan
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.programs import prepare
+from autoparallel.planner.programs import UNBOUND, prepare
 from autoparallel.planner.request.request import Request
 from autoparallel.program.build import lay_out
 from autoparallel.rules import rule_for
@@ -40,8 +40,6 @@ from autoparallel.tools.parity.comparison import distance
 from autoparallel.tools.parity.recording import Recording, arguments_of, run_recorded
 from autoparallel.tools.parity.task import Batch, Task
 from autoparallel.tools.parity.verification import Deviation
-
-PREFIX = "mesh0"
 
 
 def planner_of(task: Task, plan: str | Plan) -> Planner:
@@ -111,7 +109,7 @@ def program_deviation(
         for node, name in captured.parameters.items()
         if name in plan.parameters and divides(arguments[node].shape, plan.at_rest(name), sizes)
     }
-    lay_out(captured, plan, request.target(PREFIX), layouts, hoisted=False)
+    lay_out(captured, plan, request.target(UNBOUND), layouts, hoisted=False)
 
     nodes = _read_alike(whole.graph, captured.graph)
     expected, _ = run_recorded(whole, arguments, task, random)
