@@ -39,9 +39,6 @@ from autoparallel.planner.thresholds import THRESHOLDS
 
 Shape = tuple[int, ...]
 
-LookAt = Callable[[Sequence[Axes]], list[Alternative]]
-"""Prices some meshes, and notes what they cost."""
-
 Spread = Callable[[Callable[[Axes], Alternative], Sequence[Axes]], list[Alternative]]
 """Applies a function to every one of some meshes."""
 
@@ -142,36 +139,20 @@ class MeshSearch:
         Raises:
             PlanError: where no mesh has a plan.
         """
-        capacity = self.capacity
-        tried: list[Alternative] = []
-        untried: list[Axes] = []
-        fastest = math.inf  # seconds of what can be taken
-
-        def price(mesh: Axes) -> Alternative:
-            nonlocal fastest
-            alternative = self.price(mesh, fastest)
-            fastest = min(fastest, alternative.seconds_within(capacity))
-            return alternative
-
-        def look_at(meshes: Sequence[Axes]) -> list[Alternative]:
-            nonlocal fastest
-            tried.extend(alternatives := spread(price, meshes))
-            fastest = self._fastest(tried)
-            return alternatives
-
+        capacity, looks = self.capacity, _Looks(self, spread)
         must = self.request.pipeline is not None
         if not must:
-            self._without_pipeline(look_at, untried)
+            looks.at_meshes_without_pipeline()
         problem = self.refusal or unable(self.captured, self.call)
         if not problem:
-            self._pipelines(look_at, tried, untried)
+            looks.at_pipelines()
         elif must:
             raise PlanError(f"pipeline=... was given, but the model cannot be a pipeline: {problem}")
-        tried.sort(key=lambda a: a.order(capacity))
+        tried = sorted(looks.tried, key=lambda a: a.order(capacity))
         if not tried or tried[0].seconds is None or tried[0].problem:
             reasons = "".join(f"\n  {mesh_text(a.mesh)}: {a.problem}" for a in tried[:3])
             raise PlanError(f"no mesh of {self.devices} devices has a plan:{reasons or ' too few devices'}")
-        return MeshChoice(tuple(tried), tuple(untried), capacity)
+        return MeshChoice(tuple(tried), tuple(looks.untried), capacity)
 
     @property
     def capacity(self) -> float | None:
@@ -179,62 +160,12 @@ class MeshSearch:
         limit = self.request.memory_limit
         return self.request.profile.memory if limit is None else limit
 
-    def _without_pipeline(self, look_at: LookAt, untried: list[Axes]) -> None:
-        """Looks at meshes of one and of two axes, then at those that split an axis of the best of two."""
-        profile = self.request.profile
-        two = distinct(factored(self.devices, 2), profile)
-        near = sorted((shape for shape in two if inside(shape, profile)), key=lambda shape: (max(shape), shape))
-        near = near[: THRESHOLDS.two_axes]
-        flat = look_at([axes_of((self.devices,)), *map(axes_of, near)])
-        untried.extend(axes_of(shape) for shape in two if shape not in near)
-        fastest = self._smallest(flat[1:])
-        three = distinct(factored(self.devices, 3), profile)
-        split = splits(tuple(size for _, size in fastest.mesh), profile) if fastest is not None else []
-        # Within a limit, what a multiplier needs many searches for takes minutes on three axes.
-        split = split[: THRESHOLDS.three_axes if self.request.memory_limit is None else 0]
-        look_at([axes_of(shape) for shape in split])
-        untried.extend(axes_of(shape) for shape in three if shape not in split)
-
-    def _pipelines(self, look_at: LookAt, tried: Sequence[Alternative], untried: list[Axes]) -> None:
-        """Looks at pipelines of more and more stages, until more cost more; at those that are not taken unasked, one
-        after the other, while they are faster than what is taken: which mesh that is they do not change."""
-        profile = self.request.profile
-        pair = self._smallest([a for a in tried if len(a.mesh) == 2])
-        inner = pair.mesh[-1][1] if pair is not None else min(profile.node or self.devices, self.devices)
-        unasked = self.request.pipeline is None and bool(changes(self.captured, self.request.outputs))
-        before: Alternative | None = None
-        searched = 0
-        for ranks in (n for n in range(2, self.devices + 1) if self.devices % n == 0):
-            meshes = stage_meshes(self.devices, ranks, inner, profile)
-            if searched + len(meshes) > THRESHOLDS.pipelines or before is not None and before.seconds is None:
-                untried.extend(meshes)
-                continue
-            searched += len(meshes)
-            looked = look_at(meshes[:1] if unasked else meshes)
-            if unasked and (looked[0].seconds or 0.0) > self._fastest(tried):
-                untried.extend(meshes[1:])
-            elif unasked:
-                looked += look_at(meshes[1:])
-            least = self._smallest(looked)
-            assert least is not None
-            worse = before is not None and before.order(self.capacity) < least.order(self.capacity)
-            if worse or least.problem and (least.seconds or math.inf) > self._fastest(tried):
-                searched = THRESHOLDS.pipelines
-            before = least
-
     @cached_property
     def _loss_alone(self) -> Captured:
         """The graph as all pipelines have it."""
         captured = self.captured.copy()
         leave_only_loss(captured)
         return captured
-
-    def _fastest(self, tried: Sequence[Alternative]) -> float:
-        """Seconds of what can be taken."""
-        return min(a.seconds_within(self.capacity) for a in tried)
-
-    def _smallest(self, alternatives: Sequence[Alternative]) -> Alternative | None:
-        return min(alternatives, key=lambda a: a.order(self.capacity), default=None)
 
     def price(self, mesh: Axes, below: float = math.inf) -> Alternative:
         """What a mesh costs; of one without a pipeline that cannot cost less than ``below`` seconds, what a plan costs
@@ -267,6 +198,78 @@ class MeshSearch:
     def evaluator(self, mesh: Axes) -> Evaluator:
         """What plans on a mesh; on the best that was searched here, what has searched it."""
         return self._searched.get(mesh) or Evaluator(self.request.on(mesh), self.captured, self.call)
+
+
+class _Looks:
+    """What a search among meshes has looked at.
+
+    Attributes:
+        tried: what was priced.
+        untried: the meshes that were not.
+    """
+
+    def __init__(self, search: MeshSearch, spread: Spread) -> None:
+        self.search, self.spread, self.capacity = search, spread, search.capacity
+        self.tried: list[Alternative] = []
+        self.untried: list[Axes] = []
+        self._fastest = math.inf  # seconds of what can be taken
+
+    def at(self, meshes: Sequence[Axes]) -> list[Alternative]:
+        """Prices some meshes, and notes what they cost."""
+        self.tried.extend(alternatives := self.spread(self._price, meshes))
+        self._fastest = min(a.seconds_within(self.capacity) for a in self.tried)
+        return alternatives
+
+    def _price(self, mesh: Axes) -> Alternative:
+        alternative = self.search.price(mesh, self._fastest)
+        self._fastest = min(self._fastest, alternative.seconds_within(self.capacity))
+        return alternative
+
+    def _smallest(self, alternatives: Sequence[Alternative]) -> Alternative | None:
+        return min(alternatives, key=lambda a: a.order(self.capacity), default=None)
+
+    def at_meshes_without_pipeline(self) -> None:
+        """Looks at meshes of one and of two axes, then at those that split an axis of the best of two."""
+        request, devices, profile = self.search.request, self.search.devices, self.search.request.profile
+        two = distinct(factored(devices, 2), profile)
+        near = sorted((shape for shape in two if inside(shape, profile)), key=lambda shape: (max(shape), shape))
+        near = near[: THRESHOLDS.two_axes]
+        flat = self.at([axes_of((devices,)), *map(axes_of, near)])
+        self.untried.extend(axes_of(shape) for shape in two if shape not in near)
+        fastest = self._smallest(flat[1:])
+        three = distinct(factored(devices, 3), profile)
+        split = splits(tuple(size for _, size in fastest.mesh), profile) if fastest is not None else []
+        # Within a limit, what a multiplier needs many searches for takes minutes on three axes.
+        split = split[: THRESHOLDS.three_axes if request.memory_limit is None else 0]
+        self.at([axes_of(shape) for shape in split])
+        self.untried.extend(axes_of(shape) for shape in three if shape not in split)
+
+    def at_pipelines(self) -> None:
+        """Looks at pipelines of more and more stages, until more cost more; at those that are not taken unasked, one
+        after the other, while they are faster than what is taken: which mesh that is they do not change."""
+        request, devices, profile = self.search.request, self.search.devices, self.search.request.profile
+        pair = self._smallest([a for a in self.tried if len(a.mesh) == 2])
+        inner = pair.mesh[-1][1] if pair is not None else min(profile.node or devices, devices)
+        unasked = request.pipeline is None and bool(changes(self.search.captured, request.outputs))
+        before: Alternative | None = None
+        searched = 0
+        for ranks in (n for n in range(2, devices + 1) if devices % n == 0):
+            meshes = stage_meshes(devices, ranks, inner, profile)
+            if searched + len(meshes) > THRESHOLDS.pipelines or before is not None and before.seconds is None:
+                self.untried.extend(meshes)
+                continue
+            searched += len(meshes)
+            looked = self.at(meshes[:1] if unasked else meshes)
+            if unasked and (looked[0].seconds or 0.0) > self._fastest:
+                self.untried.extend(meshes[1:])
+            elif unasked:
+                looked += self.at(meshes[1:])
+            least = self._smallest(looked)
+            assert least is not None
+            worse = before is not None and before.order(self.capacity) < least.order(self.capacity)
+            if worse or least.problem and (least.seconds or math.inf) > self._fastest:
+                searched = THRESHOLDS.pipelines
+            before = least
 
 
 def changes(captured: Captured, outputs: str) -> str:
