@@ -6,7 +6,7 @@ import argparse
 import gc
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,21 @@ from autoparallel.report.trace import trace_of
 from autoparallel.text import plain_text
 from autoparallel.tools.answers import FILES, Answer, File, answer_key
 from autoparallel.tools.sources import Source, UsageError, config_file, from_config, from_factory, require_writable
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned.
+
+    Attributes:
+        source: the model.
+        call: one call of it.
+        captured: the graph of that.
+    """
+
+    source: Source
+    call: Call
+    captured: Captured
 
 
 def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -> None:
@@ -140,14 +155,15 @@ def _answer(options: argparse.Namespace, cache: PlanCache) -> Answer:
     source, request, call, mesh = prepare(options)
     with _progress(request.origin).phase("trace"):
         captured, call = capture_given(Planner(source.model, request), call)
+    job = Job(source, call, captured)
     gc.freeze()  # what there is lives on: a tenth of the command's time went into looking through it for garbage
     choice: MeshChoice | None = None
     evaluator: Evaluator | None = None
     if isinstance(mesh, int):
-        choice, evaluator = _choose(request, captured, call, mesh)
+        choice, evaluator = _choose(job, request, mesh)
         request = request.on(choice.mesh)
-    compared = compare(source, request, call, captured, _presets(options, request), choice, evaluator, cache)
-    larger = [_on_more_devices(source, request, call, captured, mesh, 2**i) for i in range(1, options.doublings + 1)]
+    compared = compare(job, request, _presets(options, request), choice, evaluator, cache)
+    larger = [_on_more_devices(job, request, mesh, 2**i) for i in range(1, options.doublings + 1)]
     compared = replace(compared, larger=larger)
     plan = compared.plan
     assert isinstance(plan, Plan)
@@ -166,43 +182,39 @@ wrote {options.out}; run it, without a search, with
     if options.trace:
         files["trace"] = File(json.dumps(trace_of(plan)), f"wrote {options.trace}")
     if options.report:
-        others = [_on_other_mesh(options, source, request, call, captured, axes) for axes in options.beside]
+        others = [_on_other_mesh(job, request, axes, options) for axes in options.beside]
         files["report"] = File(report(compared, *others), f"wrote {options.report}")
     return Answer("\n\n".join(map(str, texts)), files)
 
 
-def _choose(request: Request, captured: Captured, call: Call, devices: int) -> tuple[MeshChoice, Evaluator]:
+def _choose(job: Job, request: Request, devices: int) -> tuple[MeshChoice, Evaluator]:
     """How devices are factored, and what plans on the mesh that was chosen."""
-    search = MeshSearch(request, captured, call, devices, refusal=_refusal(request))
+    search = MeshSearch(request, job.captured, job.call, devices, refusal=_refusal(request))
     with _progress(f"mesh of {devices}").phase("search"):
         choice = search.choose()
     return choice, search.evaluator(choice.mesh)
 
 
-def _on_more_devices(
-    source: Source, request: Request, call: Call, captured: Captured, mesh: Axes | int, times: int
-) -> Comparison:
+def _on_more_devices(job: Job, request: Request, mesh: Axes | int, times: int) -> Comparison:
     """What would be decided on so many times the devices, of the same step."""
     try:
         evaluator: Evaluator | None = None
         if isinstance(mesh, int):
-            choice, evaluator = _choose(request, captured, call, times * mesh)
+            choice, evaluator = _choose(job, request, times * mesh)
             axes = choice.mesh
         else:
             grown = next(name for name, _ in mesh if name != "pp" or len(mesh) == 1)
             axes = tuple([(name, size * times if name == grown else size) for name, size in mesh])
-        return compare(source, request.on(axes), call, captured, [], evaluator=evaluator)
+        return compare(job, request.on(axes), [], evaluator=evaluator)
     except (PlanError, ValueError) as error:
         raise UsageError(f"--doublings: {times} times the devices: {error}") from error
 
 
-def _on_other_mesh(
-    options: argparse.Namespace, source: Source, request: Request, call: Call, captured: Captured, axes: Axes
-) -> Comparison:
+def _on_other_mesh(job: Job, request: Request, axes: Axes, options: argparse.Namespace) -> Comparison:
     """What would be decided on another mesh of as many devices."""
     try:
         moved = request.on(axes)
-        return compare(source, moved, call, captured, _presets(options, moved))
+        return compare(job, moved, _presets(options, moved))
     except (PlanError, ValueError) as error:
         raise UsageError(f"--beside {mesh_text(axes)}: {error}") from error
 
@@ -308,10 +320,8 @@ def _presets(options: argparse.Namespace, request: Request) -> list[str]:
 
 
 def compare(
-    source: Source,
+    job: Job,
     request: Request,
-    call: Call,
-    captured: Captured,
     presets: list[str],
     choice: MeshChoice | None = None,
     evaluator: Evaluator | None = None,
@@ -320,10 +330,10 @@ def compare(
     """The plan that is asked for, and the presets beside it; each is searched and predicted.
 
     Args:
-        captured: the model's graph.
         choice: how the mesh was chosen, for the first plan to tell.
         evaluator: of this request, where it was searched already.
     """
+    source, call, captured = job.source, job.call, job.captured
     plans: dict[str, tuple[Plan, Prediction]] = {}
     problems: dict[str, str] = {}
     evaluator = evaluator or Evaluator(request, captured, call)
