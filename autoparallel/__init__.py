@@ -18,7 +18,7 @@ from autoparallel.runtime.programs.pipeline import PipelineError
 from autoparallel.runtime.rerun import Finding, Rerun
 from autoparallel.runtime.steps.local_steps import register_optimizer
 from autoparallel.tools.launch import launch
-from autoparallel.tools.parity.verification import VerifyError, VerifyReport
+from autoparallel.tools.parity.report import VerifyError, VerifyReport
 from autoparallel.tools.processes import ProcessError
 from autoparallel.tools.verify import verify
 

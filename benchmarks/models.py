@@ -29,8 +29,8 @@ from autoparallel.planner.request.presets import Preset
 from autoparallel.tools.parity.localize_capture import capture_deviation
 from autoparallel.tools.parity.localize_program import call_of_task, planner_of, program_deviation
 from autoparallel.tools.parity.noise import narrowing_casts
+from autoparallel.tools.parity.report import Deviation
 from autoparallel.tools.parity.task import Task, make_task
-from autoparallel.tools.parity.verification import Deviation
 from autoparallel.tools.processes import Place, Process, ProcessError, run_processes
 from benchmarks.zoo import ZOO
 

@@ -24,7 +24,7 @@ import autoparallel
 from autoparallel.comm.world import axes_of
 from autoparallel.tools import processes
 from autoparallel.tools.parity.comparison import difference
-from autoparallel.tools.parity.verification import Difference
+from autoparallel.tools.parity.report import Difference
 from autoparallel.tools.processes import Place, Process, ProcessError, run_processes
 from tests.models import GPT, GPTConfig, ragged_tokens, token_loss
 

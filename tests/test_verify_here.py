@@ -23,9 +23,9 @@ from autoparallel.runtime.ranks.randomness import Stream
 from autoparallel.tools.parity.comparison import Record, compare
 from autoparallel.tools.parity.localize import localized
 from autoparallel.tools.parity.noise import measure
+from autoparallel.tools.parity.report import VerifyReport
 from autoparallel.tools.parity.task import make_task
 from autoparallel.tools.parity.training import observe
-from autoparallel.tools.parity.verification import VerifyReport
 from autoparallel.tools.verify import make_report, run_rank, run_reference
 from tests.faults import FAULTS, LINES, Net, dropping
 

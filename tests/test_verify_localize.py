@@ -21,8 +21,8 @@ from autoparallel.rules.core import Rule
 from autoparallel.rules.localize import LocalCall
 from autoparallel.rules.table import RULES
 from autoparallel.tools.parity.localize_program import call_of_task, planner_of, program_deviation
+from autoparallel.tools.parity.report import Deviation
 from autoparallel.tools.parity.task import Task, make_task
-from autoparallel.tools.parity.verification import Deviation
 from tests.models import GPT, GPTConfig, ragged_tokens, token_loss
 
 aten = torch.ops.aten

@@ -28,9 +28,9 @@ from autoparallel.predict.optimizer import MakeOptimizer
 from autoparallel.tools.parity.comparison import Record, compare, compare_ranks, seen_of
 from autoparallel.tools.parity.localize import localized
 from autoparallel.tools.parity.noise import TOLERANCES, measure, narrowing_casts
+from autoparallel.tools.parity.report import Deviation, VerifyReport
 from autoparallel.tools.parity.task import BeforeStep, Task, compile_task, make_task
 from autoparallel.tools.parity.training import LimitOf, observe
-from autoparallel.tools.parity.verification import Deviation, VerifyReport
 from autoparallel.tools.processes import (
     Place,
     PlainModelError,

@@ -22,7 +22,7 @@ from autoparallel.passes.raise_row_views import find_heads
 from autoparallel.planner.calls.signatures import Signatures
 from autoparallel.predict.unseen import call_without_data, is_unseen, stand_in
 from autoparallel.rules import operator_name
-from autoparallel.rules.calls import is_tensor
+from autoparallel.rules.calls import is_tensor, may_have_gradient
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _run(node: fx.Node, operands: list[fx.Node], size: Signatures, profile: Prof
             if is_tensor(x):
                 strides = [size(stride) for stride in val.stride()]
                 tensor = torch.empty_strided(size.shape(x), strides, dtype=val.dtype, device="meta")
-                flows = bool(x.meta["differentiable"]) and (val.is_floating_point() or val.is_complex())
+                flows = bool(x.meta["differentiable"]) and may_have_gradient(val)
                 values[x] = tensor.requires_grad_(flows)
             elif isinstance(val, int | torch.SymInt) and _is_known(val, size):
                 values[x] = size(val)

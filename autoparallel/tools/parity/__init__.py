@@ -3,5 +3,5 @@
 - ``task``: what is verified; ``training``: one run of it; ``comparison`` of two, ``noise``: how far rounding moves one.
 - ``localize``: the first operator that deviates, by ``localize_capture`` or ``localize_program``, on the graphs that
   ``recording`` runs node by node.
-- ``verification``: the report.
+- ``report``: what is printed of it, and raised.
 """

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoparallel.runtime.ranks.agreement import tensor_digest
-from autoparallel.tools.parity.verification import Difference
+from autoparallel.tools.parity.report import Difference
 
 Record = tuple[int, str, str, Tensor | None]
 """What is compared: the step, what it is, its name, its value."""

@@ -13,9 +13,9 @@ from autoparallel.graph.carried_attributes import ChangesAttributesError
 from autoparallel.tools.parity.localize_capture import capture_deviation
 from autoparallel.tools.parity.localize_program import call_of_task, planner_of, program_deviation
 from autoparallel.tools.parity.noise import TOLERANCES, narrowing_casts
+from autoparallel.tools.parity.report import Deviation, VerifyReport
 from autoparallel.tools.parity.task import Task
 from autoparallel.tools.parity.training import Draws, train
-from autoparallel.tools.parity.verification import Deviation, VerifyReport
 
 
 def localized(task: Task, report: VerifyReport) -> Deviation:

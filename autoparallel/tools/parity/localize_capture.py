@@ -32,9 +32,9 @@ from autoparallel.operators import RandomState, plain_randomness
 from autoparallel.rules import rule_for
 from autoparallel.tools.parity.comparison import difference, distance
 from autoparallel.tools.parity.recording import Recording, arguments_of, run_recorded
+from autoparallel.tools.parity.report import Deviation
 from autoparallel.tools.parity.task import Batch, Task
 from autoparallel.tools.parity.training import call, loss_of, module_stack, tensors_of
-from autoparallel.tools.parity.verification import Deviation
 
 _PACKAGE = str(Path(__file__).parents[2])
 

@@ -38,8 +38,8 @@ from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor, map_tensor_operands, tensor_operands
 from autoparallel.tools.parity.comparison import distance
 from autoparallel.tools.parity.recording import Recording, arguments_of, run_recorded
+from autoparallel.tools.parity.report import Deviation
 from autoparallel.tools.parity.task import Batch, Task
-from autoparallel.tools.parity.verification import Deviation
 
 
 def planner_of(task: Task, plan: str | Plan) -> Planner:
