@@ -32,19 +32,17 @@ class Forecast:
     Attributes:
         seconds: of a step of one call.
         memory: bytes per device.
-        whole: whether the whole program was predicted.
-        parts: what takes the memory, where it was.
+        parts: what takes the memory; nothing where short models told.
     """
 
     seconds: float
     memory: float
-    whole: bool
     parts: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of(prediction: Prediction) -> Forecast:
         """What a whole program takes."""
-        return Forecast(prediction.seconds(), prediction.total_memory, True, prediction.peak)
+        return Forecast(prediction.seconds(), prediction.total_memory, prediction.peak)
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, models: dict[
         size + sum(n * (m.most.get(moment, size) - size) for n, m in zip(missing, more, strict=True))
         for moment, size in least.most.items()
     )
-    return Forecast(seconds, memory, False)
+    return Forecast(seconds, memory)
 
 
 def _by_place(

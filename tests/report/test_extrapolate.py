@@ -83,7 +83,7 @@ def test_it_equals_the_prediction_of_the_whole(preset: str, recompute: int, rows
 
     known: dict[Hashable, Short] = {}
     found = extrapolated(captured, plan, predict, known)
-    assert found is not None and not found.whole and len(nodes) > 1 and max(nodes) < 0.8 * len(captured.graph.nodes)
+    assert found is not None and not found.parts and len(nodes) > 1 and max(nodes) < 0.8 * len(captured.graph.nodes)
     # Plans that differ only in how many layers are recomputed have the same short models.
     predicted = len(nodes)
     more = extrapolated(captured, replace(plan, recompute=dict.fromkeys([*layers][:-1], "full")), predict, known)
@@ -108,7 +108,7 @@ def test_the_whole_of_a_shallow_model_is_predicted() -> None:
     evaluator = Evaluator(request, captured, call)
     assert extrapolated(captured, plan, lambda *about: evaluator.predict_program(*about)[1], {}) is None
     found = evaluator.forecast(plan)
-    assert found.whole and found.seconds == evaluator.predict_program(captured, plan)[1].seconds()
+    assert found.parts and found.seconds == evaluator.predict_program(captured, plan)[1].seconds()
 
 
 def test_a_timeline_does_not_depend_on_when_python_frees_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
