@@ -21,11 +21,10 @@ from autoparallel.decisions.means import OpenMeans
 from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.hardware import Profile
 from autoparallel.plan import Plan
-from autoparallel.planner.candidates.meshes import refusal
 from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.request.pins import parse_pins
 from autoparallel.planner.request.presets import PRESETS, Preset
-from autoparallel.planner.request.request import Request, limit_in_bytes, profile_of_run
+from autoparallel.planner.request.request import Request, limit_in_bytes, pipeline_refusal, profile_of_run
 from autoparallel.predict.optimizer import MakeOptimizer
 from autoparallel.report.progress import Progress
 from autoparallel.runtime.gradients.store import GradientStore
@@ -194,7 +193,8 @@ def compile(
     staged = PIPELINE_AXIS in (mesh.mesh_dim_names or ())
     if pipeline is not None and not staged and not is_open:
         raise ValueError("pipeline=... was given, but the mesh has no axis named 'pp' for it")
-    unable = refusal(precision, outputs, grad_scaler, {p.dtype for p in _torch.tensors.parameters_of(model)})
+    dtypes = {p.dtype for p in _torch.tensors.parameters_of(model)}
+    unable = pipeline_refusal(precision, outputs, grad_scaler, dtypes)
     means, unable = _settle_microbatches(means, staged, unable)
     mesh = with_data_axis(mesh) if staged else mesh
     inner = inner_mesh(mesh, PIPELINE_AXIS) if staged else mesh

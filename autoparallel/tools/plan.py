@@ -22,14 +22,14 @@ from autoparallel.graph.garbage import FEW, collected_rarely, frozen_inside
 from autoparallel.hardware import PROFILES
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.evaluation import Evaluator
-from autoparallel.planner.candidates.meshes import MeshSearch, refusal
+from autoparallel.planner.candidates.meshes import MeshSearch
 from autoparallel.planner.draft import call_of, capture_given, draft_captured
 from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.reasons import PlanAgain
 from autoparallel.planner.request.pins import Pins, parse_pins
 from autoparallel.planner.request.presets import PRESETS, Preset, possible_presets
-from autoparallel.planner.request.request import Request, limit_in_bytes, profile_of_run
+from autoparallel.planner.request.request import Request, limit_in_bytes, pipeline_refusal, profile_of_run
 from autoparallel.predict.cost import workload_of
 from autoparallel.report.comparison import Comparison, comparison_blocks, report
 from autoparallel.report.meshes import choice_blocks
@@ -189,7 +189,8 @@ wrote {options.out}; run it, without a search, with
 
 def _choose(job: Job, request: Request, devices: int) -> tuple[MeshChoice, Evaluator]:
     """How devices are factored, and what plans on the mesh that was chosen."""
-    search = MeshSearch(request, job.captured, job.call, devices, refusal=_refusal(request))
+    refusal = pipeline_refusal(request.precision, request.outputs)
+    search = MeshSearch(request, job.captured, job.call, devices, refusal)
     with _progress(f"mesh of {devices}").phase("search"):
         choice = search.choose()
     return choice, search.evaluator(choice.mesh)
@@ -251,8 +252,8 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
             offload_optimizer=options.offload_optimizer,
             precision=_policy(options.precision),
         ).on(axes)
-        if request.stages and _refusal(request):
-            raise UsageError(_refusal(request))
+        if request.stages and (refusal := pipeline_refusal(request.precision, request.outputs)):
+            raise UsageError(refusal)
         if request.stages and options.microbatches is not None:
             raise UsageError("--microbatches is for meshes without an axis 'pp', whose pipeline chooses their number")
         if options.doublings < 0:
@@ -272,11 +273,6 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
 def _devices(mesh: Axes | int) -> int:
     """How many devices a mesh has, or a number of them is."""
     return mesh if isinstance(mesh, int) else mesh_size(mesh)
-
-
-def _refusal(request: Request) -> str:
-    """Why no pipeline can be run."""
-    return refusal(request.precision, request.outputs, None, set())
 
 
 def plan_of(text: str) -> Preset | Plan:

@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from autoparallel.comm.world import PIPELINE_AXIS, Axes, axes_of, mesh_text
 from autoparallel.decisions.meshes import Alternative, MeshChoice
 from autoparallel.decisions.parameters import PlanError
@@ -278,17 +276,4 @@ def changes(captured: Captured, outputs: str) -> str:
         return "a pipeline takes batch statistics of microbatches; give a mesh with an axis 'pp' to have one"
     if not returns_loss_alone(captured, outputs):
         return "a pipeline keeps no output beside the loss; give a mesh with an axis 'pp' to have one"
-    return ""
-
-
-def refusal(precision: object, outputs: str, scaler: torch.amp.GradScaler | None, dtypes: set[torch.dtype]) -> str:
-    """Why options do not go with a pipeline; empty where they do."""
-    used = getattr(precision, "param_dtype", None)
-    if scaler is None and torch.float16 in {used, *dtypes}:
-        return (
-            "microbatches in float16 must know the gradient scaler, because gradients are computed before the loss is "
-            "scaled: pass grad_scaler=torch.amp.GradScaler(...) to compile(), or use bfloat16"
-        )
-    if outputs == "sharded":
-        return "outputs='sharded' is not supported with microbatches or a pipeline: use outputs='gather', or 'auto'"
     return ""

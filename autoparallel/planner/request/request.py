@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -165,6 +165,28 @@ def limit_in_bytes(limit: float | str | None, profile: Profile) -> float | None:
             "give bytes"
         )
     return value * profile.memory
+
+
+def pipeline_refusal(
+    precision: MixedPrecisionPolicy | None,
+    outputs: str,
+    scaler: torch.amp.GradScaler | None = None,
+    dtypes: Collection[torch.dtype] = (),
+) -> str:
+    """Why options do not go with microbatches or a pipeline; empty where they do.
+
+    Args:
+        dtypes: of the model's parameters.
+    """
+    used = precision.param_dtype if precision is not None else None
+    if scaler is None and torch.float16 in {used, *dtypes}:
+        return (
+            "microbatches in float16 must know the gradient scaler, because gradients are computed before the loss is "
+            "scaled: pass grad_scaler=torch.amp.GradScaler(...) to compile(), or use bfloat16"
+        )
+    if outputs == "sharded":
+        return "outputs='sharded' is not supported with microbatches or a pipeline: use outputs='gather', or 'auto'"
+    return ""
 
 
 def _number(text: str) -> float:
