@@ -61,11 +61,11 @@ class TestFiles:
         assert len(plan.to_json().splitlines()) > 20, "one decision a line, for reviews"
 
     def test_it_fits_the_graph_that_it_was_made_for(self, plan: Plan, graph: Captured) -> None:
-        require_fits(Plan.from_json(plan.to_json()), graph.graph, MESH, graph.parameters)
+        require_fits(Plan.from_json(plan.to_json()), graph, MESH)
 
     @pytest.mark.parametrize("preset", ["auto", "data_parallel", "tensor_parallel"])
     def test_every_plan_fits_its_own_graph(self, preset: str, graph: Captured) -> None:
-        require_fits(planned(graph, preset=preset), graph.graph, MESH, graph.parameters)
+        require_fits(planned(graph, preset=preset), graph, MESH)
 
     @pytest.mark.wide
     @pytest.mark.parametrize("name", ["gpt", "resnet"])
@@ -73,7 +73,7 @@ class TestFiles:
         case = build(name)
         large = captured(case.model, *case.make_batch(0, 8)[0], loss_fn=case.loss_fn)
         for mesh in ((("dp", 2),), (("tp", 2),)):
-            require_fits(Plan.from_json(planned(large, mesh, "auto").to_json()), large.graph, mesh, large.parameters)
+            require_fits(Plan.from_json(planned(large, mesh, "auto").to_json()), large, mesh)
 
 
 class TestMalformed:
@@ -127,44 +127,44 @@ class TestFitting:
     )
     def test_another_mesh(self, plan: Plan, graph: Captured, mesh: tuple[tuple[str, int], ...]) -> None:
         with pytest.raises(PlanError, match=r"for the mesh \(dp=2, tp=2\), not for \(.*plan again"):
-            require_fits(plan, graph.graph, mesh)
+            require_fits(plan, graph, mesh)
 
     def test_another_model(self, plan: Plan) -> None:
         other = captured(nn.Linear(12, 8), torch.rand(8, 12))
         with pytest.raises(PlanError, match=r"the plan is for another model.*the plan has .*plan again"):
-            require_fits(plan, other.graph, MESH)
+            require_fits(plan, other, MESH)
 
     def test_the_same_operators_in_other_sizes(self, plan: Plan) -> None:
         case = build("mlp")
         args = case.make_batch(0, 8)[0]
         other = captured(MLP(hidden=24).double(), *args, loss_fn=case.loss_fn)
         with pytest.raises(PlanError, match="shapes differ"):
-            require_fits(plan, other.graph, MESH)
+            require_fits(plan, other, MESH)
 
     def test_a_layer_that_does_not_divide(self, plan: Plan, graph: Captured) -> None:
         parameters = json.loads(plan.to_json())["parameters"]
         parameters["up.bias"]["at_rest"] = "S1,I"
         with pytest.raises(PlanError, match=r"up\.bias: a tensor of shape \[16\] cannot lie as S1,I on \(dp=2, tp=2\)"):
-            require_fits(self.edited(plan, parameters=parameters), graph.graph, MESH, graph.parameters)
+            require_fits(self.edited(plan, parameters=parameters), graph, MESH)
 
     def test_parameters_must_be_those_of_the_model(self, plan: Plan, graph: Captured) -> None:
         parameters = json.loads(plan.to_json())["parameters"]
         more = self.edited(plan, parameters={**parameters, "upp.bias": parameters["up.bias"]})
         with pytest.raises(PlanError, match=r"has upp\.bias, which the model does not use"):
-            require_fits(more, graph.graph, MESH, graph.parameters)
+            require_fits(more, graph, MESH)
         del parameters["up.bias"]
         with pytest.raises(PlanError, match=r"has no parameter up\.bias"):
-            require_fits(self.edited(plan, parameters=parameters), graph.graph, MESH, graph.parameters)
+            require_fits(self.edited(plan, parameters=parameters), graph, MESH)
 
     def test_operators_must_be_able(self, plan: Plan, graph: Captured) -> None:
         operators = json.loads(plan.to_json())["operators"]
         key = next(k for k in operators if k.startswith("up/aten.linear"))
         cannot = self.edited(plan, operators={**operators, key: ["shard:zz", "I"]})
         with pytest.raises(PlanError, match=rf"{key} cannot run as shard:zz; it can run as I, R, .*shard:n"):
-            require_fits(cannot, graph.graph, MESH, graph.parameters)
+            require_fits(cannot, graph, MESH)
         one = self.edited(plan, operators={**operators, key: ["I"]})
         with pytest.raises(PlanError, match=rf"for 1 mesh axes how {key} runs, the mesh has 2"):
-            require_fits(one, graph.graph, MESH, graph.parameters)
+            require_fits(one, graph, MESH)
 
 
 class TestFingerprints:

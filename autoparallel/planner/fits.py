@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
@@ -36,17 +36,13 @@ def _fills_up(whole: int, shape: Sequence[int], layout: Layout, axis_sizes: Sequ
     return fills_up(shape, (whole,), layout, axis_sizes)
 
 
-def require_fits(plan: Decisions, graph: fx.Graph, mesh: Axes, parameters: Mapping[str, str] | None = None) -> None:
+def require_fits(plan: Decisions, captured: Captured, mesh: Axes) -> None:
     """Refuses a mesh or a graph that a plan was not made for, and decisions that cannot be carried out.
-
-    Args:
-        graph: the captured graph.
-        mesh: the mesh axes by name and size.
-        parameters: placeholder name to parameter name; None does not look at parameters.
 
     Raises:
         PlanError: naming what differs.
     """
+    graph = captured.graph
     if plan.mesh != mesh:
         raise PlanError(f"the plan is for the mesh {mesh_text(plan.mesh)}, not for {mesh_text(mesh)}: plan again")
     keys = {n.meta["key"] for n in graph.nodes if is_planned(n)}
@@ -67,8 +63,7 @@ def require_fits(plan: Decisions, graph: fx.Graph, mesh: Axes, parameters: Mappi
             if alike not in checked:
                 _require_operator(plan, node)
                 checked.add(alike)
-    if parameters is not None:
-        _require_parameters(plan, graph, parameters)
+    _require_parameters(plan, captured)
 
 
 def _require_operator(plan: Decisions, node: fx.Node) -> None:
@@ -92,19 +87,16 @@ def _require_operator(plan: Decisions, node: fx.Node) -> None:
             _require_layout(plan, what, x, cut, functools.partial(_fills_up, whole))
 
 
-def _require_parameters(plan: Decisions, graph: fx.Graph, parameters: Mapping[str, str]) -> None:
-    missing, extra = (
-        set(parameters.values()) - set(plan.parameters),
-        set(plan.parameters) - set(parameters.values()),
-    )
+def _require_parameters(plan: Decisions, captured: Captured) -> None:
+    names = set(captured.parameters.values())
+    missing, extra = names - set(plan.parameters), set(plan.parameters) - names
     if missing or extra:
         problem = f"has no parameter {min(missing)}" if missing else f"has {min(extra)}, which the model does not use"
         raise PlanError(f"the plan {problem}: plan again")
-    for node in graph.nodes:
-        if node.op == "placeholder" and node.name in parameters:
-            name = parameters[node.name]
-            plan.parameters[name].require_valid(name, len(plan.mesh))
-            _require_layout(plan, name, node, plan.at_rest(name), reaches_all)
+    for node in captured.parameter_nodes:
+        name = captured.parameters[node.name]
+        plan.parameters[name].require_valid(name, len(plan.mesh))
+        _require_layout(plan, name, node, plan.at_rest(name), reaches_all)
 
 
 def require_gathered_once(plan: Decisions, captured: Captured) -> None:

@@ -76,7 +76,7 @@ def prepare(request: Request, captured: Captured, plan: Plan, call: Call) -> Non
         PlanError: when the plan does not fit it.
     """
     adapt(request, captured, call, plan.padded, plan.microbatches, plan.loss_chunks)
-    require_fits(plan, captured.graph, request.axes, captured.parameters)
+    require_fits(plan, captured, request.axes)
     require_gathered_once(plan, captured)
     if call.trains and captured.objective is not None:
         require_chunkable(captured.graph, max(plan.loss_chunks, request.loss_chunks or 1))
