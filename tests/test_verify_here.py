@@ -40,8 +40,8 @@ def check(model: nn.Module, inputs: Any = (X, Y), loss_fn: Any = F.cross_entropy
     limits: dict[int, float] = {}
     with torch.random.fork_rng(devices=[]):
         reference = run_reference(task.copy(), tolerance == "auto", limits.__setitem__)
-        rank = run_rank(task.copy(), lambda step, _: limits[step])
-        report = make_report(task, [rank], reference, tolerance, 0.0)
+        seen, plan = run_rank(task.copy(), lambda step, _: limits[step])
+        report = make_report(task, plan, [seen], reference, tolerance, 0.0)
         return replace(report, deviation=localized(task, report)) if localize and not report.ok else report
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ from autoparallel.comm.world import MeshShape
 from autoparallel.plan import Plan
 from autoparallel.planner.request.presets import Preset
 from autoparallel.predict.optimizer import MakeOptimizer
-from autoparallel.tools.parity.comparison import Record, compare, compare_ranks, seen_of
+from autoparallel.tools.parity.comparison import RankSeen, Record, compare, compare_ranks, seen_of
 from autoparallel.tools.parity.localize import localized
 from autoparallel.tools.parity.noise import TOLERANCES, measure, narrowing_casts
 from autoparallel.tools.parity.report import Deviation, VerifyReport
@@ -118,7 +118,8 @@ def verify(
         raise ValueError(f"tolerance is a number or 'auto', got {tolerance!r}")
     places = [*ranks_of_mesh(task.ranks), Place("the reference", "reference", 0, 1)]
     *ranks, reference = run_processes(places, _train, (task, tolerance == "auto"), timeout)
-    report = make_report(task, ranks, reference, tolerance, time.perf_counter() - started)
+    views, plans = zip(*ranks, strict=True)
+    report = make_report(task, plans[0], views, reference, tolerance, time.perf_counter() - started)
     if localize and not report.ok:
         left = max(timeout - (time.perf_counter() - started), 1.0)
         place = Place("the search for the first deviation", "localize", 0, 1)
@@ -127,68 +128,85 @@ def verify(
     return report
 
 
+@dataclass(frozen=True)
+class Reference:
+    """What the plain model shows after training.
+
+    Attributes:
+        records: what the ranks are compared with.
+        tolerances: of each of them, where they are measured.
+        casts: where the model itself casts to a narrower dtype.
+        notes: what a reader should know of it.
+    """
+
+    records: Sequence[Record]
+    tolerances: Mapping[tuple[int, str, str], float] | None
+    casts: tuple[str, ...]
+    notes: Sequence[str]
+
+
 def make_report(
     task: Task,
-    ranks: Sequence[Mapping[str, Any]],
-    reference: Mapping[str, Any],
+    plan: Plan,
+    ranks: Sequence[RankSeen],
+    reference: Reference,
     tolerance: float | str,
     seconds: float,
 ) -> VerifyReport:
     """What the processes' results say."""
-    first = ranks[0]
-    measured: dict[tuple[int, str, str], float] | None = reference["tolerances"] if tolerance == "auto" else None
+    measured = reference.tolerances if tolerance == "auto" else None
     if not isinstance(tolerance, str):
         limit = float(tolerance)
     elif measured is not None:
         limit = max(measured.values(), default=0.0)
     else:
-        limit = TOLERANCES[task.dtype or torch.float64][bool(reference["casts"])]
-    layouts = {name: layout for rank in reversed(ranks) for name, layout in rank["layouts"].items()}
-    differences = [*compare(_join_records(ranks), reference["records"], layouts, measured), *compare_ranks(ranks)]
+        limit = TOLERANCES[task.dtype or torch.float64][bool(reference.casts)]
+    layouts = {name: layout for rank in reversed(ranks) for name, layout in rank.layouts.items()}
+    differences = [*compare(_join_records(ranks), reference.records, layouts, measured), *compare_ranks(ranks)]
     if not differences:
         raise ValueError("there is nothing to compare: the model returns no tensor")
     return VerifyReport(
         model=type(task.model).__name__,
         mesh=task.axes,
-        plan=first["plan"],
+        plan=plan,
         dtype=task.dtype,
         tolerance=limit,
         differences=tuple(sorted(differences, key=lambda d: -d.value)),
         reference="the plain model, in eager torch",
         layouts=layouts,
-        casts=reference["casts"],
-        notes=tuple(reference["notes"]),
+        casts=reference.casts,
+        notes=tuple(reference.notes),
         seconds=seconds,
     )
 
 
-def _join_records(ranks: Sequence[Mapping[str, Any]]) -> list[Record]:
+def _join_records(ranks: Sequence[RankSeen]) -> list[Record]:
     """What the ranks have seen together: those of a pipeline tell of the parameters of their own stages."""
-    joined = {(step, kind, name): x for rank in reversed(ranks) for step, kind, name, x in rank["records"]}
+    joined = {(step, kind, name): x for rank in reversed(ranks) for step, kind, name, x in rank.records}
     return [(*key, value) for key, value in joined.items()]
 
 
 # ------------------------------------------------------------------------------------------------- what processes do
 
 
-def _train(process: Process, work: tuple[Task, bool]) -> dict[str, Any]:
+def _train(process: Process, work: tuple[Task, bool]) -> tuple[RankSeen, Plan] | Reference:
     """Trains the plain model in the process of the reference, and the compiled one in those of the ranks, of which only
     the first sends what it has seen, but for those of a pipeline."""
     task, measured = work
     if process.group == "reference":
         return run_reference(task, measured, lambda step, limit: process.shared.set(f"limit{step}", repr(limit)))
-    result = run_rank(task, lambda step, _: float(process.shared.get(f"limit{step}")))
-    tells = process.rank == 0 or result["plan"].pipeline is not None
-    return result if tells else {**result, "records": []}
+    view, plan = run_rank(task, lambda step, _: float(process.shared.get(f"limit{step}")))
+    tells = process.rank == 0 or plan.pipeline is not None
+    return view if tells else replace(view, records=[]), plan
 
 
-def run_rank(task: Task, limit_of: LimitOf) -> dict[str, Any]:
-    """Trains the compiled model on this rank, and tells what is seen of it."""
+def run_rank(task: Task, limit_of: LimitOf) -> tuple[RankSeen, Plan]:
+    """Trains the compiled model on this rank, and tells what is seen of it, and its plan."""
     module = compile_task(task)
-    return {**seen_of(module, list(observe(module, task, limit_of))), "plan": module.plan}
+    return seen_of(module, list(observe(module, task, limit_of))), module.plan
 
 
-def run_reference(task: Task, measured: bool, tell: Callable[[int, float], None]) -> dict[str, Any]:
+def run_reference(task: Task, measured: bool, tell: Callable[[int, float], None]) -> Reference:
     """Trains the plain model in eager autograd, and tells what is seen of it.
 
     Args:
@@ -214,12 +232,12 @@ def run_reference(task: Task, measured: bool, tell: Callable[[int, float], None]
     except Exception as error:
         raise PlainModelError(f"the plain model fails by itself: {type(error).__name__}: {error}") from error
     open_ended = task.dtype is None or task.precision is not None
-    return {
-        "records": records,
-        "tolerances": measure(fresh, records, limits) if measured and open_ended else None,
-        "casts": () if open_ended else narrowing_casts(fresh),
-        "notes": _notes(task.model, records),
-    }
+    return Reference(
+        records,
+        measure(fresh, records, limits) if measured and open_ended else None,
+        () if open_ended else narrowing_casts(fresh),
+        _notes(task.model, records),
+    )
 
 
 def _notes(model: nn.Module, records: Sequence[Record]) -> list[str]:

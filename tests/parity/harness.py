@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 import autoparallel
 from autoparallel.planner.request.presets import Preset
 from autoparallel.tools.parity import comparison
-from autoparallel.tools.parity.comparison import Record, compare_ranks, seen_of
+from autoparallel.tools.parity.comparison import RankSeen, Record, compare_ranks, seen_of
 from autoparallel.tools.parity.task import Batch, Task
 from autoparallel.tools.parity.training import Draws, LimitOf, parameters_here, train
 from tests.captures import Captures, shared_captures
@@ -84,9 +84,6 @@ class Recipe:
         return self.axes or AXES[len(self.mesh)]
 
 
-Rank = dict[str, Any]  # what `seen_of` tells of one; "records" is None but for one rank of each part of a pipeline
-
-
 def reference(recipe: Recipe) -> list[Record]:
     """Train the plain model in this process. Mesh and plan make no difference, so results are shared."""
     case = build(recipe.model, recipe.dtype)
@@ -104,12 +101,13 @@ def _reference(recipe: Recipe) -> list[Record]:
     return [*_averaged(records, parts, recipe.accumulation > 1), *_evaluate(case.model, case, recipe)]
 
 
-def parallel(recipe: Recipe, *, timeout: float = 150.0) -> list[Rank]:
+def parallel(recipe: Recipe, *, timeout: float = 150.0) -> list[RankSeen]:
     """Train the compiled model on as many processes as the mesh has ranks."""
     return run_distributed(_train_on_rank, recipe, world_size=recipe.world_size, timeout=timeout)
 
 
-def _train_on_rank(recipe: Recipe) -> Rank:
+def _train_on_rank(recipe: Recipe) -> RankSeen:
+    """What a rank shows; records only of one rank of each part of a pipeline."""
     rank = dist.get_rank()
     if DEVICE != "cpu" and recipe.world_size > 1:
         send_through_host()
@@ -127,7 +125,7 @@ def _train_on_rank(recipe: Recipe) -> Rank:
         records += _evaluate(model, case, recipe)
     shown = rank == 0 or bool(recipe.schedule) and not any((mesh.get_coordinate() or ())[1:])
     seen = seen_of(model, records)
-    return seen if shown else {**seen, "records": None}
+    return seen if shown else replace(seen, records=[])
 
 
 _captured: Captures = {}
@@ -253,13 +251,13 @@ def _joined(parts: list[list[Record]]) -> list[Record]:
     return [(*key, value) for key, value in joined.items()]
 
 
-def check_ranks_agree(ranks: list[Rank]) -> None:
+def check_ranks_agree(ranks: list[RankSeen]) -> None:
     """Losses and norms are the same on all ranks, and equal shards are equal bit for bit."""
     wrong = [d for d in compare_ranks(ranks) if d.value > 0]
     assert not wrong, "\n".join(f"replicas of {d.name}, step {d.step}: {d.detail}" for d in wrong)
 
 
-def check_not_vacuous(recipe: Recipe, ranks: list[Rank], expected: list[Record]) -> None:
+def check_not_vacuous(recipe: Recipe, ranks: list[RankSeen], expected: list[Record]) -> None:
     """The limit bites at every step, every parameter has a gradient that moves it, and a sharding plan shards."""
     case = build(recipe.model, recipe.dtype)
     initial = dict(case.model.named_parameters())
@@ -276,18 +274,18 @@ def check_not_vacuous(recipe: Recipe, ranks: list[Rank], expected: list[Record])
             moved = not torch.equal(value, initial[name].detach())
             assert gradient.abs().max() < 1e-7 or moved, f"{name} never moved"
     if recipe.plan in ("fsdp", "tensor_parallel") and recipe.world_size > 1:
-        layouts = ranks[0]["layouts"]
+        layouts = ranks[0].layouts
         assert any("S(" in p or "Shard" in p for layout in layouts.values() for p in layout), layouts
 
 
 def check(
     recipe: Recipe, tolerance: float | None = None, expected: list[Record] | None = None, *, timeout: float = 150.0
-) -> list[Rank]:
+) -> list[RankSeen]:
     """Train both ways and compare everything. `expected` takes the place of the plain model's run."""
     if expected is None:
         expected = reference(recipe)
     ranks = parallel(recipe, timeout=timeout)
-    actual = _joined([rank["records"] for rank in ranks if rank["records"] is not None])
+    actual = _joined([rank.records for rank in ranks if rank.records])
     if tolerance is None:
         tolerance = build(recipe.model, recipe.dtype).tolerance
     compare(actual, expected, tolerance)

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from autoparallel.tools.parity.comparison import RankSeen
 from tests.distributed import run_distributed
 from tests.models import build
-from tests.parity.harness import Rank, Recipe, check, reference
+from tests.parity.harness import Recipe, check, reference
 
 EP: dict[str, Any] = {"mesh": (2,), "axes": ("ep",)}
 DP_EP: dict[str, Any] = {"mesh": (2, 2), "axes": ("dp", "ep")}
@@ -25,18 +26,18 @@ TIMEOUT = 280.0  # these graphs are long, and every rank captures its own
 STACKS = (".experts.up", ".experts.down", ".experts.up_bias", ".experts.down_bias")
 
 
-def _check_experts_are_sharded(recipe: Recipe, ranks: list[Rank]) -> None:
+def _check_experts_are_sharded(recipe: Recipe, ranks: list[RankSeen]) -> None:
     """Every stack of experts is cut over "ep" along its experts; the router, and all else, is not cut over it."""
     axis = recipe.axes.index("ep")
     stacks = 0
-    for name, layout in ranks[0]["layouts"].items():
+    for name, layout in ranks[0].layouts.items():
         if name.endswith(STACKS):
             stacks += 1
             assert layout[axis] in ("S(0)", "Shard(dim=0)"), (name, layout)
         elif recipe.plan != "fsdp":
             assert "S" not in layout[axis], (name, layout)
     assert stacks >= 4
-    shards, digests = zip(*(rank["shards"]["blocks.0.moe.experts.up"] for rank in ranks), strict=True)
+    shards, digests = zip(*(rank.shards["blocks.0.moe.experts.up"] for rank in ranks), strict=True)
     assert len(set(digests)) == len(set(shards)) > 1
 
 
@@ -105,7 +106,7 @@ def test_experts_without_a_capacity(recipe: Recipe, model: str) -> None:
     ranks = check(recipe, expected=expected, timeout=TIMEOUT)
     if recipe.plan == "expert_parallel":
         axis = recipe.axes.index("ep")
-        stacks = [x for name, x in ranks[0]["layouts"].items() if ".experts." in name]
+        stacks = [x for name, x in ranks[0].layouts.items() if ".experts." in name]
         assert len(stacks) == 4
         for layout in stacks:
             assert layout[axis] in ("S(0)", "Shard(dim=0)"), layout

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoparallel.tools.parity.comparison import Record
-from tests.parity.harness import Rank, Recipe, check_ranks_agree, compare, reference
+from autoparallel.tools.parity.comparison import RankSeen, Record
+from tests.parity.harness import Recipe, check_ranks_agree, compare, reference
 
 RECIPE = Recipe("resnet", accumulation=2, steps=2)
 
@@ -67,12 +67,12 @@ def test_clipping_bites_and_scales_every_gradient() -> None:
 
 
 def test_different_replicas_are_found() -> None:
-    def rank(shard: int, digest: str, norm: str = "n") -> Rank:
+    def rank(shard: int, digest: bytes, norm: bytes = b"n") -> RankSeen:
         layouts, shards = {"w": ("Shard(dim=0)",)}, {"w": ((shard,), digest)}
-        return {"records": None, "layouts": layouts, "shards": shards, "seen": {(1, "norm"): norm}}
+        return RankSeen([], layouts, shards, {(1, "norm"): norm})
 
-    check_ranks_agree([rank(0, "a"), rank(1, "b"), rank(0, "a"), rank(1, "b")])
+    check_ranks_agree([rank(0, b"a"), rank(1, b"b"), rank(0, b"a"), rank(1, b"b")])
     with pytest.raises(AssertionError, match=r"replicas of w.*rank 3 has other values"):
-        check_ranks_agree([rank(0, "a"), rank(1, "b"), rank(0, "a"), rank(1, "c")])
+        check_ranks_agree([rank(0, b"a"), rank(1, b"b"), rank(0, b"a"), rank(1, b"c")])
     with pytest.raises(AssertionError, match="replicas of norm, step 1: rank 1 has another value"):
-        check_ranks_agree([rank(0, "a"), rank(1, "b", "m")])
+        check_ranks_agree([rank(0, b"a"), rank(1, b"b", b"m")])

@@ -71,4 +71,4 @@ def test_linear_layers_in_chunks_are_the_same(recipe: Recipe) -> None:
 @pytest.mark.wide
 def test_dropout_does_not_depend_on_the_microbatches() -> None:
     one = Recipe("gpt_dropout", (1,), steps=2, rows=8, max_norm=0.02)
-    check(replace(one, mesh=(2,), options=(("microbatches", 4),)), expected=parallel(one)[0]["records"])
+    check(replace(one, mesh=(2,), options=(("microbatches", 4),)), expected=parallel(one)[0].records)

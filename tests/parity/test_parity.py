@@ -88,7 +88,7 @@ def test_other_norms(norm_type: float) -> None:
 
 @pytest.fixture(scope="module")
 def one_rank() -> list[Record]:
-    return parallel(Recipe("gpt_dropout", (1,)))[0]["records"]
+    return parallel(Recipe("gpt_dropout", (1,)))[0].records
 
 
 class TestDropout:

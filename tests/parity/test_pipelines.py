@@ -100,5 +100,5 @@ def test_the_whole_grid(recipe: Recipe) -> None:
 
 @pytest.mark.wide
 def test_dropout_does_not_depend_on_the_cut_or_the_microbatches() -> None:
-    one = parallel(Recipe("gpt_dropout", (1,), steps=2, rows=8, max_norm=0.02))[0]["records"]
+    one = parallel(Recipe("gpt_dropout", (1,), steps=2, rows=8, max_norm=0.02))[0].records
     check(recipe("gpt_dropout", PP2, INTERLEAVED, 2), expected=one)

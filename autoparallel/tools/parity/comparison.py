@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,23 @@ Record = tuple[int, str, str, Tensor | None]
 
 Spread = Mapping[tuple[int, str, str], float]
 """By step, kind and name: how far the quantity may be off."""
+
+
+@dataclass(frozen=True)
+class RankSeen:
+    """What a rank shows of the compiled model after training.
+
+    Attributes:
+        records: what is compared with the plain model.
+        layouts: how each parameter lies of which the rank has a part.
+        shards: which part that is, and its bits.
+        digests: the bits of losses and norms, by step and name.
+    """
+
+    records: list[Record]
+    layouts: Mapping[str, tuple[str, ...]]
+    shards: Mapping[str, tuple[tuple[int, ...], bytes]]
+    digests: Mapping[tuple[int, str], bytes]
 
 
 def difference(actual: Tensor, expected: Tensor, floor: float = 1.0) -> float:
@@ -91,9 +108,8 @@ def _describe(actual: Tensor, expected: Tensor) -> str:
     return f"norm {actual.to(wide).norm().item():.6g}, expected {expected.to(wide).norm().item():.6g}"
 
 
-def seen_of(model: nn.Module, records: Sequence[Record]) -> dict[str, Any]:
-    """What a rank shows of the compiled model after training: beside the records how the parameters of which
-    it has a part lie ("layouts"), which part that is and its bits ("shards"), and the bits of losses and norms."""
+def seen_of(model: nn.Module, records: list[Record]) -> RankSeen:
+    """What a rank shows of the compiled model after training."""
     layouts, shards = {}, {}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
@@ -109,28 +125,28 @@ def seen_of(model: nn.Module, records: Sequence[Record]) -> dict[str, Any]:
         for step, kind, name, x in records
         if kind in ("loss", "norm") and x is not None
     }
-    return {"records": records, "shards": shards, "seen": digests, "layouts": layouts}
+    return RankSeen(records, layouts, shards, digests)
 
 
-def compare_ranks(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Difference]:
+def compare_ranks(ranks: Sequence[RankSeen]) -> Iterator[Difference]:
     """What must be the same, bit for bit, on several ranks: replicas of parameters, losses and norms."""
     if len(ranks) == 1:
         return
-    for name in {name: None for rank in ranks for name in rank["layouts"]}:
-        holders = [(number, rank) for number, rank in enumerate(ranks) if name in rank["layouts"]]
-        layout = holders[0][1]["layouts"][name]
-        bits: dict[Any, str] = {}
+    for name in {name: None for rank in ranks for name in rank.layouts}:
+        holders = [(number, rank) for number, rank in enumerate(ranks) if name in rank.layouts]
+        layout = holders[0][1].layouts[name]
+        bits: dict[tuple[int, ...], bytes] = {}
         wrong = next(
             (
                 number
                 for number, rank in holders
-                if rank["layouts"][name] != layout or bits.setdefault(*rank["shards"][name]) != rank["shards"][name][1]
+                if rank.layouts[name] != layout or bits.setdefault(*rank.shards[name]) != rank.shards[name][1]
             ),
             None,
         )
         text = "equal on all ranks" if wrong is None else f"rank {wrong} has other values than another rank"
         yield Difference("replicas", name, 0.0 if wrong is None else math.inf, 0, layout, text)
-    for (step, name), value in ranks[0]["seen"].items():
-        wrong = next((number for number, rank in enumerate(ranks) if rank["seen"].get((step, name)) != value), None)
+    for (step, name), value in ranks[0].digests.items():
+        wrong = next((number for number, rank in enumerate(ranks) if rank.digests.get((step, name)) != value), None)
         text = "equal on all ranks" if wrong is None else f"rank {wrong} has another value than rank 0"
         yield Difference("replicas", name, 0.0 if wrong is None else math.inf, step, (), text)
