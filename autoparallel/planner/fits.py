@@ -27,7 +27,7 @@ from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.ways import call_modes, typed_call
 
 
-def is_planned(node: fx.Node) -> bool:
+def _is_planned(node: fx.Node) -> bool:
     """Whether a call makes or reads a tensor, so that a plan says how it runs."""
     return node.op == "call_function" and (is_tensor(node) or bool(tensor_operands(node)))
 
@@ -45,7 +45,7 @@ def require_fits(plan: Decisions, captured: Captured, mesh: Axes) -> None:
     graph = captured.graph
     if plan.mesh != mesh:
         raise PlanError(f"the plan is for the mesh {mesh_text(plan.mesh)}, not for {mesh_text(mesh)}: plan again")
-    keys = {n.meta["key"] for n in graph.nodes if is_planned(n)}
+    keys = {n.meta["key"] for n in graph.nodes if _is_planned(n)}
     missing, extra = sorted(keys - set(plan.operators)), sorted(set(plan.operators) - keys)
     if missing or extra or fingerprint(graph) != plan.fingerprint:
         detail = [f"the model has {missing[0]}, the plan has not"] if missing else []

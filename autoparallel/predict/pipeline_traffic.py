@@ -56,10 +56,10 @@ def pipeline_traffic(
         by_rank[rank] += once + each * pipeline.microbatches
         for bucket in program.buckets:
             untied = [c for c in bucket.chains if c.name in run.reached and c.name not in tied]
-            gradients[rank] += reduction_traffic(untied, plan)
+            gradients[rank] += _reduction_traffic(untied, plan)
     for tie in ties:
         if tie.chain.trainable:
-            gradients[tie.owner] += reduction_traffic([tie.chain], plan)
+            gradients[tie.owner] += _reduction_traffic([tie.chain], plan)
     return PipelineTraffic(tuple(borders), tuple(loans), tuple(by_rank), tuple(gradients))
 
 
@@ -123,7 +123,7 @@ def _loans(tie: Tie, sizes: Sequence[int]) -> list[Loan]:
     return [Loan(chain.name, tie.owner, rank, lent, back) for rank in tie.borrowers]
 
 
-def reduction_traffic(chains: Sequence[ParameterChain], plan: Plan) -> Traffic:
+def _reduction_traffic(chains: Sequence[ParameterChain], plan: Plan) -> Traffic:
     """What the gradients of some parameters of a bucket send on their way to rest, all together."""
     counter = TrafficCounter()
     paths = [chain.way_back for chain in chains]

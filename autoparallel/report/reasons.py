@@ -32,7 +32,7 @@ class Decision:
 
 def explain_module(plan: Decisions, pattern: str) -> str:
     """What was decided about some modules or parameters, and what the next best would cost (see ``Plan.explain``)."""
-    decisions = decisions_about(plan, pattern)
+    decisions = _decisions_about(plan, pattern)
     if not decisions:
         raise PlanError(f"nothing in the plan matches {pattern!r}: give a module or parameter path; * is any text")
     if plan.reasons is None:
@@ -49,7 +49,7 @@ def explain_module(plan: Decisions, pattern: str) -> str:
     )
 
 
-def decisions_about(plan: Decisions, pattern: str) -> list[Decision]:
+def _decisions_about(plan: Decisions, pattern: str) -> list[Decision]:
     """What a plan decides about the parameters and modules that a pattern means, alike ones together."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name in plan.parameters:

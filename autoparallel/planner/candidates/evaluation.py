@@ -230,7 +230,7 @@ class Evaluator:
             checkpointed=self.checkpointed,
             notes=why_whole(space.captured.graph, axes, space.size.shape),
         )
-        plan = of_a_step(plan, count)
+        plan = _plan_of_a_step(plan, count)
         assert plan.cost is not None
         return Outcome(candidate, plan, seconds=plan.cost)
 
@@ -260,7 +260,7 @@ class Evaluator:
         """The layouts of a candidate, cut into stages."""
         assert candidate.cut is not None
         whole, settled = replace(candidate, cut=None), self.settled
-        plan = of_a_step(self._outcomes[whole].require(), candidate.microbatches)
+        plan = _plan_of_a_step(self._outcomes[whole].require(), candidate.microbatches)
         subject = self._subject(replace(whole, may_recompute=self.request.memory_limit is not None))
         planner = StagePlanner(subject, plan)
         if settled.pipeline is None:
@@ -325,7 +325,7 @@ def _reduction(parameter: ParameterPlan) -> str:
     return "across_replicas_per_step" if parameter.gather == "per_use" else parameter.reduce
 
 
-def of_a_step(plan: Plan, microbatches: int) -> Plan:
+def _plan_of_a_step(plan: Plan, microbatches: int) -> Plan:
     """The plan with what the search added up for one microbatch, and its share of a step, as that of the step."""
     assert plan.cost is not None and plan.lower_bound is not None and plan.estimate is not None
     parameters = {name: seconds * microbatches for name, seconds in plan.estimate.parameters.items()}

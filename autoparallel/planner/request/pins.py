@@ -100,7 +100,7 @@ class ResolvedPins:
             raise PlanError(f"the pinned plan is for the mesh {mesh_text(pins.plan.mesh)}, not for {mesh_text(axes)}")
         nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}
         named = {name: nodes[placeholder] for placeholder, name in parameters.items()}
-        modules = results_of_modules(graph) if pins.pins else {}
+        modules = _results_of_modules(graph) if pins.pins else {}
         for pin in pins.pins:
             if len(pin.placements) != len(axes):
                 mesh = ", ".join(name for name, _ in axes)
@@ -201,7 +201,7 @@ def decided(option: Option) -> str:
     return ",".join(map(str, option.modes)) if option.modes else format_layout(option.result)
 
 
-def results_of_modules(graph: fx.Graph) -> dict[str, fx.Node]:
+def _results_of_modules(graph: fx.Graph) -> dict[str, fx.Node]:
     """Module path to the call that makes the module's result: the last one in it."""
     results: dict[str, fx.Node] = {}
     for node in graph.nodes:
@@ -229,11 +229,11 @@ def parse_pins(pins: Mapping[str, Any] | Plan | None, forbid: Mapping[str, Any] 
         if not isinstance(patterns, Mapping):
             raise TypeError(f"{what} must be a dict of patterns, not a {type(patterns).__name__}")
         for pattern, placements in patterns.items():
-            parsed.append(Pin(pattern, parse_placements(pattern, placements), negative))
+            parsed.append(Pin(pattern, _parse_placements(pattern, placements), negative))
     return Pins(tuple(parsed), plan)
 
 
-def parse_placements(pattern: str, placements: Any) -> tuple[str, ...]:
+def _parse_placements(pattern: str, placements: Any) -> tuple[str, ...]:
     """Placements as ``Pin`` writes them; from torch's, or from a text such as ``"R,S0"``."""
     if not isinstance(pattern, str):
         raise TypeError(f"a pin is named by a pattern, not by a {type(pattern).__name__}")
