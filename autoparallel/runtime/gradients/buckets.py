@@ -24,7 +24,7 @@ from autoparallel.passes.hoist_parameter_chains import ParameterChain, makes_ten
 from autoparallel.passes.recompute_layers import Region
 from autoparallel.runtime.gradients.copies import KeptCopy
 from autoparallel.runtime.gradients.derivatives import with_graph
-from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.gradients.program_parameters import ProgramParameters
 from autoparallel.runtime.gradients.travel import Gather, Tensors
 
 
@@ -36,7 +36,7 @@ class ParameterBucket(nn.Module):
         store: where its parameters are, and where their gradients go.
     """
 
-    def __init__(self, bucket: Bucket, store: GradientStore) -> None:
+    def __init__(self, bucket: Bucket, store: ProgramParameters) -> None:
         super().__init__()
         self.bucket = bucket
         self.store = store

@@ -15,11 +15,11 @@ import torch
 from autoparallel._torch.autograd import AskedFor
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.runtime.gradients.backwards import Grads, Rows
-from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.gradients.program_parameters import ProgramParameters
 
 
 def with_graph(
-    store: GradientStore, chains: Sequence[ParameterChain], grads: Grads, asked_for: AskedFor
+    store: ProgramParameters, chains: Sequence[ParameterChain], grads: Grads, asked_for: AskedFor
 ) -> list[torch.Tensor | None]:
     """The complete gradients of a bucket's parameters, as those lie, which the engine hands over or adds to ``.grad``.
 
@@ -48,7 +48,7 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        store: GradientStore,
+        store: ProgramParameters,
         chains: Sequence[ParameterChain],
         present: Sequence[Sequence[bool]],
         *grads: torch.Tensor,
@@ -74,7 +74,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, store: GradientStore, chains: Sequence[ParameterChain], *values: torch.Tensor
+        ctx: Any, store: ProgramParameters, chains: Sequence[ParameterChain], *values: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.store, ctx.chains = store, chains
         return tuple([value.view_as(value) for value in store.gather(chains, list(values))()])

@@ -7,35 +7,24 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel._torch.autograd import AskedFor
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.runtime.gradients.backwards import Grads, reached
-from autoparallel.runtime.gradients.parameter_grads import ParameterGrads
 from autoparallel.runtime.gradients.store import GradientStore
 
 
 class LentParameters(GradientStore):
-    """The parameters of one call, of which nothing is kept when it is over.
-
-    Args:
-        parameters: stand-ins, by name.
-    """
-
-    def __init__(self, mesh: DeviceMesh, prefix: str, parameters: Mapping[str, nn.Parameter]) -> None:
-        super().__init__(mesh, prefix, parameters)
-        self._stand_ins = parameters
+    """The parameters of one call, of which nothing is kept when it is over: then there are stand-ins."""
 
     @contextmanager
     def holding(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """Inside, the parameters of a call are there."""
-        grads = self.grads
-        self.parameters, self.grads = parameters, ParameterGrads(parameters, self.mesh)
+        before, self.parameters = self.parameters, parameters
         try:
             yield
         finally:
-            self.parameters, self.grads = self._stand_ins, grads
+            self.parameters = before
 
     def versions(self, names: Sequence[str]) -> Sequence[int]:
         """Nothing: autograd itself looks at changes in place of the owner's tensors."""

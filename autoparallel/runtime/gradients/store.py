@@ -1,4 +1,4 @@
-"""Gathering parameters, and accumulating and synchronising their gradients.
+"""Accumulating and synchronising the gradients of a model's parameters.
 
 [Note: the accumulator is .grad] Under ``no_sync()`` a parameter's ``.grad`` is a ``DTensor`` in the layout in which the
 backward made it: Partial where ranks hold summands, full-size where the parameter was gathered.  So there is one place
@@ -26,21 +26,13 @@ from torch.distributed.tensor import DTensor
 from autoparallel import _torch
 from autoparallel._torch.autograd import AskedFor
 from autoparallel.comm.collectives import pack
-from autoparallel.comm.waiting import note_raised
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.placements import Layout
-from autoparallel.runtime.gradients.backwards import (
-    BackwardPass,
-    BackwardPasses,
-    Grads,
-    Rows,
-    reached,
-    require_not_handed,
-)
-from autoparallel.runtime.gradients.copies import KeptCopy
+from autoparallel.runtime.gradients.backwards import BackwardPass, Grads, Rows, require_not_handed
 from autoparallel.runtime.gradients.hook_calls import HookCalls
 from autoparallel.runtime.gradients.parameter_grads import ParameterGrads
-from autoparallel.runtime.gradients.travel import Carrier, Tensors, cast
+from autoparallel.runtime.gradients.program_parameters import ProgramParameters
+from autoparallel.runtime.gradients.travel import Tensors, cast
 from autoparallel.runtime.parameters.hooks import has_gradient_hooks, show_always, show_engine
 from autoparallel.runtime.parameters.parts import note_changes
 from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, lies_elsewhere
@@ -48,7 +40,7 @@ from autoparallel.runtime.parameters.state import note_parameters
 from autoparallel.runtime.ranks.stages import as_gradient
 
 
-class GradientStore(Carrier):
+class GradientStore(ProgramParameters):
     """The gradients of one model's parameters: which are whole, which are still to be reduced.
 
     Args:
@@ -61,11 +53,10 @@ class GradientStore(Carrier):
     def __init__(
         self, mesh: DeviceMesh, prefix: str, parameters: Mapping[str, nn.Parameter], everyone: str | None = None
     ) -> None:
-        self.parameters, self.grads = parameters, ParameterGrads(parameters, mesh)
-        super().__init__(mesh, prefix)
+        self.grads = ParameterGrads(parameters, mesh)
+        super().__init__(mesh, prefix, parameters)
         self.everyone = everyone
         note_parameters(self, parameters)
-        self.synchronise = True
         self.offloads_states = False  # whether the optimizer's states lie in host memory
         self.backwards, self.steps = 0, 0
         self.last_step, self.all_steps = "", b""  # what the last was made by, and a digest of what all were
@@ -73,22 +64,15 @@ class GradientStore(Carrier):
         self.before_reduction: Callable[[], None] = lambda: None  # of summands that no backward has reduced
         self.when_reduced: Callable[[list[str]], None] | None = None  # is told whose gradients have become whole
         self.window: Any = None  # of accumulate(), while its gradients are not divided
-        self._watch_engine()
-        for parameter in parameters.values():
+        beside = weakref.WeakMethod(self._take_beside)
+        for name, parameter in parameters.items():
+            show_engine(parameter, partial(_call_living, beside, name))
             if parameter.requires_grad and parameter.dtype.itemsize < 4:
                 parameter.grad_dtype = None  # accumulators are float32
         self._pending: dict[str, ParameterChain] = {}
         self._hooks = HookCalls(parameters, lambda chain, value: self._add([chain], [value]))
         self._lock = threading.RLock()
-        self.passes = BackwardPasses(self._finish_backward, note_raised)
-        self.copies: dict[object, KeptCopy] = {}  # by bucket
         self.note_layouts()
-
-    def _watch_engine(self) -> None:
-        """Has the engine show this store what it adds to a parameter's ``.grad`` by itself."""
-        method = weakref.WeakMethod(self._take_beside)
-        for name, parameter in self.parameters.items():
-            show_engine(parameter, partial(_call_living, method, name))
 
     def move(self, mesh: DeviceMesh, prefix: str, everyone: str | None = None) -> None:
         """Goes to another mesh, before there are gradients."""
@@ -176,19 +160,6 @@ class GradientStore(Carrier):
         if rows:
             self.receive_sums([chain for chain, _ in rows], self.sum_uses(rows), shared)
         return [None] * len(chains)
-
-    def trained(self, chains: Sequence[ParameterChain], grads: Grads, asked_for: AskedFor) -> Rows:
-        """Those of a bucket's parameters that are asked for, reached, and not frozen since the forward."""
-        rows = reached(chains, grads, asked_for.inputs)
-        return [row for row in rows if self.parameters[row[0].name].requires_grad]
-
-    def complete(self, rows: Rows) -> dict[str, torch.Tensor]:
-        """The complete gradients of those of a bucket's parameters that a backward has reached, by name."""
-        if not rows:
-            return {}
-        chains = [chain for chain, _ in rows]
-        reduced = self.reduce(chains, self.sum_uses(rows), [chain.way_back for chain in chains])()
-        return dict(zip([chain.name for chain in chains], cast(reduced, chains[0].rest_dtype), strict=True))
 
     def _hand_over(
         self, chains: Sequence[ParameterChain], rows: Rows, shared: Collection[int]
@@ -279,18 +250,6 @@ class GradientStore(Carrier):
                 self._hooks.forget()
                 self.grads.forget_absent()
 
-    def sum_uses(self, rows: Rows) -> Tensors:
-        """One gradient for each parameter, in the layout in which those of its uses add up."""
-        return [row[0] if len(row) == 1 else self._sum(chain, row) for chain, row in rows]  # type: ignore[misc]
-
-    def _sum(self, chain: ParameterChain, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        first, *others = [
-            self.along(value, chain.shape, layout, chain.gradient_layout)
-            for value, layout in zip(values, chain.comes_back, strict=True)
-            if value is not None
-        ]
-        return sum(others, first)
-
     def _accumulate(self, chains: Sequence[ParameterChain], grads: Tensors) -> None:
         addends = cast(grads, chains[0].accumulator_dtype)
         accumulators = [self._take_accumulator(chain) for chain in chains]
@@ -356,12 +315,6 @@ class GradientStore(Carrier):
             torch._foreach_add_(sums, addends)
         if self.when_reduced is not None and (self.window is None or self.window.divisor() is None):
             self.when_reduced([chain.name for chain in chains])
-
-    def lay_out(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a gradient as autograd is given it, with its graph."""
-        parameter = self.parameters[name]
-        spec, shape, stride = _torch.dtensor.spec_of(parameter), parameter.shape, parameter.stride()  # type: ignore[arg-type]
-        return DTensor.from_local(value, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
 
     # -- from clipping, the optimizer, and the outside --------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from autoparallel.placements import to_dtensor_placements
 from autoparallel.program.program import LocalProgram
 from autoparallel.runtime.gradients.accumulation import Weight
 from autoparallel.runtime.gradients.buckets import ParameterBucket, RegatherHooks, gather_ahead
+from autoparallel.runtime.gradients.program_parameters import ProgramParameters
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.programs.derivatives import why_once
 
@@ -42,7 +43,7 @@ class Runner:
     def __init__(
         self,
         program: LocalProgram,
-        store: GradientStore,
+        store: ProgramParameters,
         plain: nn.Module,
         make_body: Callable[[LocalProgram], Callable[..., Any]],
     ) -> None:

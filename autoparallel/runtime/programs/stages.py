@@ -30,15 +30,16 @@ from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.split_weight_gradients import Deferred, collect_deferred
 from autoparallel.placements import largest_piece
 from autoparallel.program.program import LocalProgram
-from autoparallel.runtime.gradients.backwards import BackwardPass, Grads, reached
+from autoparallel.runtime.gradients.backwards import Grads, reached
 from autoparallel.runtime.gradients.buckets import ParameterBucket
+from autoparallel.runtime.gradients.program_parameters import ProgramParameters
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.gradients.travel import Tensors
 from autoparallel.runtime.programs.runner import Runner
 from autoparallel.runtime.ranks.messages import Form
 
 
-class StageGradients(GradientStore):
+class StageGradients(ProgramParameters):
     """The parameters of one stage, and their gradients while a schedule runs.
 
     Args:
@@ -55,9 +56,6 @@ class StageGradients(GradientStore):
         self._leaves: list[tuple[ParameterChain, list[torch.Tensor]]] = []
         self._without: list[torch.Tensor] = []  # leaves that have no gradient yet
         self._claimed: set[_torch.tensors.StorageWeakRef] = set()  # memory of gradients that leaves, or others, have
-
-    def _watch_engine(self) -> None:
-        """Leaves that to the store of all the model's parameters, which hands out gradients and calls hooks on them."""
 
     def hold(self, bucket: ParameterBucket, differentiate: bool) -> dict[str, torch.Tensor]:
         """A bucket's parameters for all microbatches, by placeholder (see [Note: parameters of a schedule])."""
@@ -120,9 +118,6 @@ class StageGradients(GradientStore):
         """Whether each microbatch's gradients are reduced before they are added to the sums."""
         return self.alone and bool(chains) and bool(chains[0].each)
 
-    def _finish_backward(self, ended: BackwardPass) -> None:
-        ended.deliver()
-
     def added(self, chain: ParameterChain) -> ParameterChain:
         """The way that is left to a parameter's summed gradients."""
         left = {chain.when: ((), chain.sync)}
@@ -178,7 +173,6 @@ class Stage:
         index: its place in the pipeline.
         graph: what it was cut to.
         program: its local program.
-        layouts: how each crossing lies on the stage's mesh, by number.
         gradients: its parameters, and where their gradients are added up.
         plain, make_body: as :class:`Runner` takes them.
         loss: the number of the loss among the results, where this stage makes it.
