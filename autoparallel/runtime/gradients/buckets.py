@@ -22,13 +22,46 @@ from autoparallel import _torch
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, makes_tensor
 from autoparallel.passes.recompute_layers import Region
+from autoparallel.runtime.gradients.backwards import BackwardPass
 from autoparallel.runtime.gradients.copies import KeptCopy
 from autoparallel.runtime.gradients.derivatives import with_graph
 from autoparallel.runtime.gradients.program_parameters import ProgramParameters
 from autoparallel.runtime.gradients.travel import Gather, Tensors
 
 
-class ParameterBucket(nn.Module):
+class GatherAhead:
+    """What is gathered, and may be started ahead of its use."""
+
+    _started: Gather | None = None
+
+    def start(self) -> Gather:
+        """Starts to gather it."""
+        raise NotImplementedError
+
+    def prefetch(self, running: BackwardPass | None = None) -> None:
+        """Starts the gather whose result the next ``take`` returns.
+
+        Args:
+            running: the backward that it is for, which may end without using it; None in a forward.
+        """
+        if self._started is None:
+            self._started = self.start()
+            if running is not None:
+                running.leftovers.append(self.drop)
+
+    def take(self) -> Tensors:
+        """What is gathered; asked for once."""
+        started, self._started = self._started or self.start(), None
+        return started()
+
+    def drop(self) -> None:
+        """Waits for what is under way of a gather that has been started, and forgets it."""
+        started, self._started = self._started, None
+        if started is not None:
+            started.abandon()
+
+
+class ParameterBucket(nn.Module, GatherAhead):
     """Gathers the parameters of one bucket; called by the program, with no arguments.
 
     Args:
@@ -42,8 +75,6 @@ class ParameterBucket(nn.Module):
         self.store = store
         self.placeholders = [name for chain in bucket.chains for name in chain.placeholders]
         self.hooks: RegatherHooks | None = None
-        self.following: ParameterBucket | None = None
-        self._started: Gather | None = None
         # Which of its values have memory of their own, and are not parameters at rest or views of them.
         self.gathered = [c.dtype != c.rest_dtype or makes_tensor(path) for c in bucket.chains for path in c.paths]
 
@@ -52,8 +83,6 @@ class ParameterBucket(nn.Module):
         values = _Unshard.apply(self, *[self.store.parameters[c.name] for c in self.bucket.chains])
         if self.hooks is not None:
             self.hooks.note(self, values)
-            if self.following is not None:
-                self.following.prefetch()
         return values
 
     def parameters_of(self, chains: Sequence[ParameterChain]) -> list[nn.Parameter]:
@@ -61,34 +90,22 @@ class ParameterBucket(nn.Module):
         parameters = self.store.parameters
         return [parameters[chain.name] for chain in chains]
 
-    def prefetch(self) -> None:
-        """Starts the gather whose result the next ``gather`` returns."""
-        if self._started is None:
-            self._started = self.start(self.bucket.chains)
-
-    def drop(self) -> None:
-        """Waits for what is under way of a gather that has been started, and forgets it."""
-        started, self._started = self._started, None
-        if started is not None:
-            started.abandon()
-
     def gather(self) -> Tensors:
         """This rank's values for every use."""
-        if self.bucket.gather == "per_step":
-            return self._once_per_step()
-        started, self._started = self._started or self.start(self.bucket.chains), None
-        return started()
+        return self._once_per_step() if self.bucket.gather == "per_step" else self.take()
 
     def _once_per_step(self) -> Tensors:
         """Keeps what is gathered under ``no_sync()`` for the calls that follow (see ``KeptCopy``)."""
         copy = self.store.copies.pop(self, None)
-        chains = self.bucket.chains
-        values = self.start(chains)() if copy is None else copy.values
+        values = self.take() if copy is None else copy.values
         if not self.store.synchronise:
-            self.store.copies[self] = copy or KeptCopy(values, self.parameters_of(chains))
+            self.store.copies[self] = copy or KeptCopy(values, self.parameters_of(self.bucket.chains))
         return [value.view_as(value) for value in values]
 
-    def start(self, chains: Sequence[ParameterChain]) -> Gather:
+    def start(self) -> Gather:
+        return self.start_some(self.bucket.chains)
+
+    def start_some(self, chains: Sequence[ParameterChain]) -> Gather:
         """Starts to gather some of the bucket's parameters."""
         return self.store.gather(chains, [_torch.dtensor.local_of(x).detach() for x in self.parameters_of(chains)])
 
@@ -109,8 +126,7 @@ def gather_ahead(regions: Sequence[Region], buckets: Mapping[str, ParameterBucke
 @contextmanager
 def _then_prefetch(bucket: ParameterBucket) -> Iterator[None]:
     yield
-    bucket.prefetch()
-    bucket.store.passes.running().leftovers.append(bucket.drop)  # this backward may end without using it
+    bucket.prefetch(bucket.store.passes.running())
 
 
 class _Unshard(torch.autograd.Function):
@@ -139,14 +155,13 @@ class _Unshard(torch.autograd.Function):
 
 
 @dataclass(eq=False)
-class _Again:
+class _Again(GatherAhead):
     """A bucket that a backward gathers again.
 
     Attributes:
         following: the bucket that is gathered after it.
         notes: how many the body has saved that the backward has not read.
         parameters: the places of those that it needs again.
-        started: what is gathered ahead.
         values: what has been gathered, by place among the bucket's values, while there are notes of it.
     """
 
@@ -154,7 +169,6 @@ class _Again:
     following: ParameterBucket | None
     notes: int = 0
     parameters: set[int] = field(default_factory=set)
-    started: Gather | None = None
     values: dict[int, torch.Tensor] | None = None
 
     @property
@@ -165,24 +179,12 @@ class _Again:
     def start(self) -> Gather:
         """Starts to gather what is needed again."""
         chains = self.bucket.bucket.chains
-        return self.bucket.start([chains[i] for i in sorted(self.parameters)])
-
-    def prefetch(self) -> None:
-        """Starts the gather ahead of its use."""
-        self.started = self.start()
-        self.bucket.store.passes.running().leftovers.append(self.drop)  # this backward may end without using it
-
-    def drop(self) -> None:
-        """Waits for what is under way of a gather that has been started, and forgets it."""
-        started, self.started = self.started, None
-        if started is not None:
-            started.abandon()
+        return self.bucket.start_some([chains[i] for i in sorted(self.parameters)])
 
     def gather(self) -> dict[int, torch.Tensor]:
         """What is needed again, by place."""
         places = [i * self.uses + use for i in sorted(self.parameters) for use in range(self.uses)]
-        started, self.started = self.started or self.start(), None
-        return dict(zip(places, started(), strict=True))
+        return dict(zip(places, self.take(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -229,8 +231,8 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
 
     def __enter__(self) -> None:
-        for bucket, again in self._buckets.items():
-            bucket.hooks, bucket.following = self, again.following
+        for bucket in self._buckets:
+            bucket.hooks = self
         super().__enter__()
 
     def __exit__(self, *args: object) -> None:
@@ -241,7 +243,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
                 bucket.drop()
 
     def note(self, bucket: ParameterBucket, values: Sequence[torch.Tensor]) -> None:
-        """Notes the storages of a bucket that has just been gathered."""
+        """Notes the storages of a bucket that has just been gathered, and starts to gather the one that follows."""
         again = self._buckets[bucket]
         for i, (value, gathered) in enumerate(zip(values, bucket.gathered, strict=True)):
             if gathered:
@@ -250,6 +252,8 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
                 self._values[storage.cdata] = _Value(again, i, _torch.tensors.first_byte(value), storage)
                 if memory.nbytes() != value.nbytes:  # how it lies among others follows from what is gathered with it
                     again.parameters.update(range(len(bucket.bucket.chains)))
+        if again.following is not None:
+            again.following.prefetch()
 
     def regathered(self) -> list[Bucket]:
         """The buckets that the backward will gather again."""
@@ -289,6 +293,6 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
         order = list(self._buckets.values())
         for earlier in reversed(order[: order.index(again)]):
             if earlier.notes > 0:
-                if earlier.values is None and earlier.started is None:
-                    earlier.prefetch()
+                if earlier.values is None:
+                    earlier.prefetch(earlier.bucket.store.passes.running())
                 return
