@@ -69,6 +69,11 @@ def gather(tensor: DTensor) -> torch.Tensor:
     return gathered.wait() if isinstance(gathered, AsyncCollectiveTensor) else gathered
 
 
+def replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A ``DTensor`` of which every rank has all; the inverse of :func:`gather`."""
+    return from_part(value.contiguous(), mesh, (Replicate(),) * mesh.ndim, value.shape)
+
+
 @cache
 def check_full_tensor(check: Callable[[DTensor], None]) -> None:
     """Has ``check`` see every ``DTensor`` whose ``full_tensor()`` is called, before anything is gathered."""

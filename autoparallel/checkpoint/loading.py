@@ -17,7 +17,7 @@ from autoparallel.checkpoint.folder import CheckpointError, Entry, find, read_fo
 from autoparallel.checkpoint.saving import World
 from autoparallel.checkpoint.tree import decode, require_same_groups, restore_optimizer
 from autoparallel.checkpoint.writers import layout_of
-from autoparallel.placements import Invariant, to_dtensor_placements
+from autoparallel.placements import to_dtensor_placements
 from autoparallel.placements.regions import own_region, whole_region
 
 
@@ -127,10 +127,8 @@ def _for_optimizer(
                 return whole(tensor, was_sharded)
             if entry.shape == tuple(parameter.shape):
                 return _like(entry, parameter, world)
-            mesh, device = parameter.device_mesh, _torch.dtensor.local_of(parameter).device
-            value = whole(tensor, was_sharded).to(device)
-            placements = to_dtensor_placements((Invariant,) * mesh.ndim)
-            return _torch.dtensor.from_part(value, mesh, placements, entry.shape)
+            value = whole(tensor, was_sharded).to(_torch.dtensor.local_of(parameter).device)
+            return _torch.dtensor.replicated(value, parameter.device_mesh)
 
         content["state"][path] = decode(values, lookup)
     return partial(restore_optimizer, optimizer, content, world.names)

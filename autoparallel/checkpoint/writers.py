@@ -14,7 +14,7 @@ from autoparallel.placements import Invariant, Layout, from_dtensor_placements
 def layout_of(tensor: Tensor, mesh: DeviceMesh) -> tuple[Layout, DeviceMesh]:
     """How a tensor lies, and on which mesh; a plain one is whole on all ranks of ``mesh``."""
     if isinstance(tensor, DTensor):
-        return from_dtensor_placements(tuple(tensor.placements)), tensor.device_mesh
+        return from_dtensor_placements(tensor.placements), tensor.device_mesh
     return (Invariant,) * mesh.ndim, mesh
 
 

@@ -56,7 +56,7 @@ def _way(store: GradientStore, name: str, owners: Mapping[str, int]) -> Any:
 
 def _layout(parameter: torch.Tensor) -> Layout:
     assert isinstance(parameter, DTensor)
-    return from_dtensor_placements(tuple(parameter.placements))
+    return from_dtensor_placements(parameter.placements)
 
 
 def _path(store: GradientStore, parameter: torch.Tensor) -> list[Step]:

@@ -91,7 +91,7 @@ class CallReader:
             if isinstance(leaf, DTensor):
                 local[i] = leaf.to_local()
                 try:
-                    layouts[i] = from_dtensor_placements(tuple(leaf.placements))
+                    layouts[i] = from_dtensor_placements(leaf.placements)
                 except ValueError as error:
                     problem = str(error)
             elif isinstance(leaf, torch.Tensor):

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoparallel import _torch
@@ -80,13 +79,8 @@ def make_again(base: DTensor, whole: Tensor) -> None:
     note_changes([base])
     for view, origin in views:
         if _storage_of(view) != _storage_of(base):
-            _torch.dtensor.become(view, replicated(origin.follow(whole), base.device_mesh))
+            _torch.dtensor.become(view, _torch.dtensor.replicated(origin.follow(whole), base.device_mesh))
 
 
 def _storage_of(tensor: Tensor) -> int:
     return _torch.tensors.storage_mark(_torch.dtensor.local_of(tensor))
-
-
-def replicated(value: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A ``DTensor`` of which every rank has all."""
-    return _torch.dtensor.from_part(value.contiguous(), mesh, (Replicate(),) * mesh.ndim, value.shape)

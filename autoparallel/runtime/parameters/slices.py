@@ -32,7 +32,7 @@ def local_view(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.T
 
 def part_like(whole: torch.Tensor, tensor: DTensor) -> torch.Tensor:
     """This rank's part of a whole tensor that is cut as a ``DTensor`` is, as a view."""
-    return local_view(whole, from_dtensor_placements(tuple(tensor.placements)), tensor.device_mesh)
+    return local_view(whole, from_dtensor_placements(tensor.placements), tensor.device_mesh)
 
 
 def share_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from autoparallel.comm.communicator import as_bytes
 from autoparallel.comm.world import elsewhere
 from autoparallel.graph.garbage import FEW, collected_rarely
 from autoparallel.graph.plain_tensors import REPLACED, note_replaced, refused_plain
-from autoparallel.placements import Invariant, Layout, to_dtensor_placements
+from autoparallel.placements import Layout, to_dtensor_placements
 from autoparallel.runtime.parameters.holders import hand_over
 from autoparallel.runtime.parameters.hooks import move_hooks, require_own_hooks
 from autoparallel.runtime.parameters.initial_values import find_units, set_already
@@ -71,9 +71,7 @@ def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _replace(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """What takes a plain parameter's place, with its gradient and its hooks."""
-    layout = to_dtensor_placements((Invariant,) * mesh.ndim)
-    whole = parameter.detach().contiguous()
-    new = _remade(parameter, _torch.dtensor.from_part(whole, mesh, layout, whole.shape))
+    new = _remade(parameter, _torch.dtensor.replicated(parameter.detach(), mesh))
     if parameter.grad is not None:
         new.grad = as_parameter(parameter.grad.detach().to_dense(), new)
     move_hooks(parameter, new)

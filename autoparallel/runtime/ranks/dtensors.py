@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.placements import from_dtensor_placements
 from autoparallel.runtime.parameters.hooks import is_compiled
-from autoparallel.runtime.parameters.parts import note_changes, origin_of, replicated
+from autoparallel.runtime.parameters.parts import note_changes, origin_of
 from autoparallel.runtime.parameters.slices import as_parameter, lies_elsewhere, local_view, part_like
 from autoparallel.runtime.parameters.state import copy_parameter
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
@@ -139,7 +139,7 @@ def sample_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         return first
     alike = drawn.shape == first.shape and not any(p.is_partial() for p in first.placements)
     if not alike:
-        return replicated(drawn, first.device_mesh)
+        return _torch.dtensor.replicated(drawn, first.device_mesh)
     return as_parameter(part_like(drawn, first).clone(), first)
 
 
@@ -295,7 +295,7 @@ def _on_list(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         for whole, tensor in zip(wholes[0], args[0], strict=True):
             keep(whole, tensor)
         return results
-    return [replicated(x, tensors[0].device_mesh) for x in results]
+    return [_torch.dtensor.replicated(x, tensors[0].device_mesh) for x in results]
 
 
 def on_stack(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -333,7 +333,7 @@ def _join(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     meshes, plain = [x.device_mesh for x in tensors if isinstance(x, DTensor)], []
     if len(meshes) < len(tensors) and not is_any_stage(meshes) and agreement_over(meshes[0]) is not None:
         plain = [x for x in tensors if x.ndim and not isinstance(x, DTensor)]
-        tensors = [x if isinstance(x, DTensor) else replicated(x.detach(), meshes[0]) for x in tensors]
+        tensors = [x if isinstance(x, DTensor) else _torch.dtensor.replicated(x.detach(), meshes[0]) for x in tensors]
     if plain:
         keep_kinds(plain)
         agree_on(meshes[0], f"plain tensors are joined to DTensors by {operator}", *map(tensor_digest, plain))

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.runtime.parameters.parts import replicated
 from autoparallel.runtime.parameters.slices import lies_elsewhere
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
 from autoparallel.runtime.ranks.stages import meet
@@ -65,7 +64,7 @@ def mix(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
                 agree_on(mesh, what, *map(tensor_digest, plain))
             args, kwargs = pytree.tree_map_only(
                 Tensor,
-                lambda x: x if isinstance(x, DTensor) or not x.ndim else replicated(x.detach(), mesh),
+                lambda x: x if isinstance(x, DTensor) or not x.ndim else _torch.dtensor.replicated(x.detach(), mesh),
                 (tuple(args), dict(kwargs)),
             )
     return _torch.dtensor.carry_out(None, operator, args, kwargs)

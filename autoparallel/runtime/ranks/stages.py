@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.checkpoint.folder import bytes_of
-from autoparallel.runtime.parameters.parts import replicated
 from autoparallel.runtime.parameters.slices import lies_elsewhere
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_of, digest
 
@@ -79,7 +78,7 @@ def everywhere(number: DTensor) -> DTensor:
     table = agreement.ask(digest(what) + bytes(bytes_of(host)), what)()
     agreement.require_same(table[:, :32], "the ranks call the model differently:", lambda: what)
     shown = table[agreement.ranks.index(ranks[0]), 32 : 32 + host.dtype.itemsize]
-    return replicated(shown.clone().view(host.dtype).view(()).to(pipeline.device_type), pipeline)
+    return _torch.dtensor.replicated(shown.clone().view(host.dtype).view(()).to(pipeline.device_type), pipeline)
 
 
 def brought(value: DTensor, mesh: DeviceMesh) -> DTensor:
@@ -87,7 +86,7 @@ def brought(value: DTensor, mesh: DeviceMesh) -> DTensor:
     if value.device_mesh == mesh or value.ndim:
         return value
     value = everywhere(value)
-    return value if value.device_mesh == mesh else replicated(_torch.dtensor.gather(value), mesh)
+    return value if value.device_mesh == mesh else _torch.dtensor.replicated(_torch.dtensor.gather(value), mesh)
 
 
 def as_gradient(gradient: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -95,7 +94,7 @@ def as_gradient(gradient: Tensor, mesh: DeviceMesh) -> DTensor:
     if isinstance(gradient, DTensor):
         return brought(gradient, mesh)
     if mesh.get_coordinate() is None:
-        return replicated(gradient, mesh)
+        return _torch.dtensor.replicated(gradient, mesh)
     return DTensor.from_local(gradient, mesh, (Replicate(),) * mesh.ndim, run_check=False)
 
 

@@ -29,7 +29,6 @@ from autoparallel.runtime.parameters.parts import (
     note_changes,
     note_origin,
     origin_of,
-    replicated,
 )
 from autoparallel.runtime.parameters.slices import lies_elsewhere, share_of
 from autoparallel.runtime.parameters.state import shares_parameter
@@ -79,7 +78,7 @@ def view(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
                 raise
             result, is_gathered = operator(_torch.dtensor.gather(source), *rest, **kwargs), True
     if is_gathered:
-        result = pytree.tree_map_only(Tensor, lambda x: replicated(x, source.device_mesh), result)
+        result = pytree.tree_map_only(Tensor, lambda x: _torch.dtensor.replicated(x, source.device_mesh), result)
     origin = origin_of(source)
     for number, part in enumerate([result] if isinstance(result, Tensor) else result):
         if origin is None and not is_gathered and _is_cut_alike(part, source):
@@ -191,7 +190,7 @@ def read_whole(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping
     mesh, can_gather = sources[0].device_mesh, all(map(_can_gather, sources))
     if can_gather and any(map(lies_elsewhere, sources)):  # what comes of it lies there, too
         operands = pytree.tree_map_only(
-            Tensor, lambda x: x if isinstance(x, DTensor) else replicated(x, mesh), operands
+            Tensor, lambda x: x if isinstance(x, DTensor) else _torch.dtensor.replicated(x, mesh), operands
         )
         return _torch.dtensor.carry_out(earlier, operator, *operands)
     if len(sources) == len(tensors) or not can_gather:
@@ -202,7 +201,7 @@ def read_whole(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping
                 raise
     _require_same(sources[0], f"{operator} reads a DTensor and plain tensors", operands)
     wholes, named = pytree.tree_map_only(DTensor, _torch.dtensor.gather, operands)
-    return pytree.tree_map_only(Tensor, lambda x: replicated(x, mesh), operator(*wholes, **named))
+    return pytree.tree_map_only(Tensor, lambda x: _torch.dtensor.replicated(x, mesh), operator(*wholes, **named))
 
 
 def _is_lost(name: str, target: Tensor) -> bool:
@@ -218,7 +217,7 @@ def is_summed(tensor: DTensor) -> bool:
 def keep(whole: Tensor, target: DTensor) -> None:
     """Gives a ``DTensor`` the values of a whole tensor; what ranks have norms or maxima of lies whole from now on."""
     if any(p.is_partial() and not p.is_partial("sum") for p in target.placements):
-        _torch.dtensor.become(target, replicated(whole, target.device_mesh))
+        _torch.dtensor.become(target, _torch.dtensor.replicated(whole, target.device_mesh))
     else:
         _torch.dtensor.local_of(target).copy_(share_of(whole, target.device_mesh, target.placements))
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.graph.plain_tensors import REPLACED, refused_plain
 from autoparallel.runtime.norms.clipping import Clipper
-from autoparallel.runtime.parameters.parts import note_changes, replicated
+from autoparallel.runtime.parameters.parts import note_changes
 from autoparallel.runtime.parameters.slices import lay_like
 from autoparallel.runtime.steps.host_steps import HostStep
 from autoparallel.runtime.steps.local_steps import LocalStep, Part, part_of, take_back, twin_of
@@ -140,7 +140,11 @@ def _lay_states(optimizer: torch.optim.Optimizer) -> None:
 def _laid(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
     if isinstance(value, DTensor) or not value.ndim:
         return value
-    return lay_like(value, parameter) if value.shape == parameter.shape else replicated(value, parameter.device_mesh)
+    return (
+        lay_like(value, parameter)
+        if value.shape == parameter.shape
+        else _torch.dtensor.replicated(value, parameter.device_mesh)
+    )
 
 
 def _with_gradients(optimizer: torch.optim.Optimizer, clipper: Clipper) -> list[torch.Tensor]:

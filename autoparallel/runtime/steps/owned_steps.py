@@ -166,7 +166,7 @@ class _Mesh:
         """A parameter with what its update depends on."""
         grad = gradient_of(parameter)
         assert grad is not None
-        layout, shape = from_dtensor_placements(tuple(parameter.placements)), tuple(parameter.shape)
+        layout, shape = from_dtensor_placements(parameter.placements), tuple(parameter.shape)
         state = optimizer.state.setdefault(parameter, {})
         for name, value in state.items():
             if lies_as(value, name, shape):
