@@ -117,6 +117,10 @@ class Carrier:
         self.names = mesh.mesh_dim_names or ()
         self._extents: dict[Step, Extent | None] = {}
 
+    def group(self, axes: Sequence[int]) -> str:
+        """How programs name the group over some axes of the mesh."""
+        return group_name(self.prefix, self.names, axes)
+
     def gather(self, chains: Sequence[ParameterChain], values: Tensors) -> Gather:
         """Starts to take the parameters of a bucket from rest to their uses."""
         values = cast(values, chains[0].dtype)
@@ -139,15 +143,14 @@ class Carrier:
         return Travel(tensors, begins, local_at_end(steps))
 
     def _start_step(self, steps: Sequence[Step], owned: bool, tensors: Tensors) -> Callable[[], Tensors]:
-        group = group_name(self.prefix, self.names, steps[0].axes)
         extents = [None if s.before is None else self._extent(s) for s in steps]
+        group = self.group(steps[0].axes)
         return start_transfers(tensors, [s.src for s in steps], [s.dst for s in steps], group, extents, owned)
 
     def _extent(self, step: Step) -> Extent | None:
         """What this rank must know of a step between shards that differ in size."""
         if step not in self._extents:
-            axes = [group_name(self.prefix, self.names, (axis,)) for axis in range(len(self.names))]
-            self._extents[step] = extent_of(step, axes)
+            self._extents[step] = extent_of(step, [self.group((axis,)) for axis in range(len(self.names))])
         return self._extents[step]
 
     def reduce(

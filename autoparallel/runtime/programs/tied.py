@@ -15,7 +15,7 @@ from torch import nn
 
 from autoparallel import _torch
 from autoparallel.comm.communicator import Wait
-from autoparallel.comm.groups import communicator_of, group_name
+from autoparallel.comm.groups import communicator_of
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, join_layouts
 from autoparallel.placements import largest_piece, to_dtensor_placements
 from autoparallel.placements.redistribution import Redistributor
@@ -79,7 +79,7 @@ class TiedParameters:
 
     def __init__(self, ties: Sequence[Tie], store: GradientStore, group: str | None) -> None:
         self.ties, self.store = ties, store
-        self.communicator, self.axis = communicator_of(group or group_name(store.prefix, store.names, [0]))
+        self.communicator, self.axis = communicator_of(group or store.group([0]))
         self.rank = rank = self.communicator.index(self.axis) if group is not None else 0
         self.borrowed: dict[str, nn.Parameter] = {}
         for tie in ties:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autoparallel import _torch
-from autoparallel.comm.groups import communicator_of, group_name, whole_group
+from autoparallel.comm.groups import communicator_of, whole_group
 from autoparallel.placements import from_dtensor_placements
 from autoparallel.placements.regions import Region, region_at, whole_region
 from autoparallel.runtime.gradients.store import GradientStore
@@ -159,7 +159,7 @@ class _Mesh:
     def __init__(self, store: GradientStore) -> None:
         self.store, self.shape = store, tuple(store.mesh.shape)
         self.places = list(product(*map(range, self.shape)))
-        self.communicator, self.axis = communicator_of(group_name(store.prefix, store.names, range(len(self.shape))))
+        self.communicator, self.axis = communicator_of(store.group(range(len(self.shape))))
         self.size, self.here = len(self.places), self.communicator.index(self.axis)
 
     def item(self, optimizer: Optimizer, group: int, parameter: DTensor) -> _Item:
