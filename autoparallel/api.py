@@ -27,13 +27,13 @@ from autoparallel.planner.request.presets import PRESETS, Preset
 from autoparallel.planner.request.request import Request, limit_in_bytes, pipeline_refusal, profile_of_run
 from autoparallel.predict.optimizer import MakeOptimizer
 from autoparallel.report.progress import Progress
+from autoparallel.runtime.dtensors.operators import handle_operators
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.norms.limits import ClipGradNorm
 from autoparallel.runtime.parameters.state import broadcast, make_dtensors, require_on_device
 from autoparallel.runtime.programs.compiled import make_body_of, require_backend
 from autoparallel.runtime.ranks.agreement import Agreement, agreement_of
-from autoparallel.runtime.ranks.dtensors import handle_operators
 from autoparallel.runtime.ranks.randomness import STREAM
 
 if TYPE_CHECKING:

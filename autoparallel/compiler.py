@@ -38,6 +38,7 @@ from autoparallel.program.stages import StagedProgram, find_owners
 from autoparallel.report.explain import headline
 from autoparallel.report.progress import UNSHOWN, Progress
 from autoparallel.runtime.calls.kinds import Kind
+from autoparallel.runtime.dtensors.stages import note_stages
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.parameters.hooks import keep_without_gradient
 from autoparallel.runtime.parameters.slices import lies_elsewhere
@@ -46,7 +47,6 @@ from autoparallel.runtime.programs.compiled import Body, plain_body
 from autoparallel.runtime.programs.pipeline import attach_stages
 from autoparallel.runtime.programs.runner import Runner
 from autoparallel.runtime.ranks.agreement import Agreement
-from autoparallel.runtime.ranks.stages import note_stages
 from autoparallel.text import LOGGER
 
 TAKEN_FOR_GRANTED = (

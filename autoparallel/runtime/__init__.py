@@ -7,6 +7,7 @@ From the ground up, each knowing only those above it:
 
 - ``parameters``: as ``DTensor``s at rest.
 - ``ranks``: what ranks tell each other before they enter a collective.
+- ``dtensors``: what a script computes of parameters and gradients is what one process would.
 - ``gradients``: how parameters reach a program, and how their gradients come back.
 - ``norms``: the global norm, and clipping by it.
 - ``steps``: what happens when an optimizer steps.

@@ -28,11 +28,11 @@ from autoparallel.runtime.calls.exchange import Exchange
 from autoparallel.runtime.calls.kinds import KindMaker, Kinds
 from autoparallel.runtime.calls.reader import CallReader
 from autoparallel.runtime.calls.rows import Rows, RowSampler, batch_axes, count_samples, from_rows
+from autoparallel.runtime.dtensors.summands import watch_summands
 from autoparallel.runtime.face import Face
 from autoparallel.runtime.gradients.accumulation import T, Window, windows
 from autoparallel.runtime.norms.clipping import Clipper
 from autoparallel.runtime.norms.limits import ClipGradNorm, Groups, Limit, Nonfinite, Norms
-from autoparallel.runtime.ranks.dtensors import watch_summands
 from autoparallel.runtime.ranks.randomness import STREAM, from_tensor, may_draw, to_tensor
 from autoparallel.runtime.ranks.replicas import Replicas
 from autoparallel.runtime.steps.host_steps import lay_in_host

@@ -28,6 +28,7 @@ from autoparallel._torch.autograd import AskedFor
 from autoparallel.comm.collectives import pack
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.placements import Layout
+from autoparallel.runtime.dtensors.stages import as_gradient
 from autoparallel.runtime.gradients.backwards import BackwardPass, Grads, Rows, require_not_handed
 from autoparallel.runtime.gradients.hook_calls import HookCalls
 from autoparallel.runtime.gradients.parameter_grads import ParameterGrads
@@ -37,7 +38,6 @@ from autoparallel.runtime.parameters.hooks import has_gradient_hooks, show_alway
 from autoparallel.runtime.parameters.parts import note_changes
 from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, lies_elsewhere
 from autoparallel.runtime.parameters.state import note_parameters
-from autoparallel.runtime.ranks.stages import as_gradient
 
 
 class GradientStore(ProgramParameters):

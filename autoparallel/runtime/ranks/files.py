@@ -46,7 +46,7 @@ def write_part(tensor: DTensor) -> tuple[Any, ...]:
 def read_part(
     place: Sequence[int], shape: Sequence[int], rebuild: Callable[..., DTensor], arguments: Sequence[Any]
 ) -> DTensor:
-    """What pickle reads of a ``DTensor`` of which a rank had a part.
+    """What pickle reads of a ``DTensor`` of which a rank had a part; files name it by its module.
 
     Args:
         place: the number of that rank, and of how many.

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from autoparallel import _torch
 from autoparallel._torch.optim import FILLER, STEP_HOOKS
 from autoparallel.comm.collectives import settled
+from autoparallel.runtime.dtensors.writes import assignments
 from autoparallel.runtime.parameters.slices import as_parameter, gradient_as, lay_like
-from autoparallel.runtime.ranks.writes import assignments
 
 O = TypeVar("O", bound=type[Optimizer])  # noqa: E741
 Part = Literal["element", "parameter"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoparallel import _torch
+from autoparallel.runtime.dtensors.stages import as_gradient, everywhere, meet
+from autoparallel.runtime.dtensors.values import plain_values
 from autoparallel.runtime.parameters.parts import (
     Origin,
     forget_origin,
@@ -33,8 +35,6 @@ from autoparallel.runtime.parameters.parts import (
 from autoparallel.runtime.parameters.slices import lies_elsewhere, share_of
 from autoparallel.runtime.parameters.state import shares_parameter
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
-from autoparallel.runtime.ranks.stages import as_gradient, everywhere, meet
-from autoparallel.runtime.ranks.values import plain_values
 
 _ATEN = torch.ops.aten
 _VIEWS = (
@@ -301,7 +301,6 @@ def _is_cut_alike(part: DTensor, source: DTensor) -> bool:
     return a == b and all(type(p) in (Shard, Replicate) for p in part.placements)
 
 
-@cache
 def watch_writes() -> None:
     """Has views followed, and writes carried out that torch cannot make on parts or summands; and what is read of
     the whole."""

@@ -8,7 +8,6 @@ go on with a ``DTensor`` that lies whole.  Its gradient is plain, as it is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,16 +16,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.runtime.dtensors.stages import meet
+from autoparallel.runtime.dtensors.writes import keep_kinds
 from autoparallel.runtime.parameters.slices import lies_elsewhere
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
-from autoparallel.runtime.ranks.stages import meet
-from autoparallel.runtime.ranks.writes import keep_kinds
 
 _ATEN = torch.ops.aten
 _JOINING = (_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor)
 
 
-@cache
 def watch_operands() -> None:
     """Has operators on ``DTensor``s take plain tensors, too, and a plain loss and numbers of ``DTensor``s (``loss +
     0.01 * p.square().sum()``) get gradients of their kind."""

@@ -1,0 +1,99 @@
+"""Operators that a script calls on parameters and gradients, where torch's ``DTensor`` does not as one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from autoparallel import _torch
+from autoparallel.runtime.dtensors.draws import watch_draws
+from autoparallel.runtime.dtensors.lists import watch_lists
+from autoparallel.runtime.dtensors.mixed import watch_operands
+from autoparallel.runtime.dtensors.stages import require_here
+from autoparallel.runtime.dtensors.values import watch_values
+from autoparallel.runtime.dtensors.writes import watch_writes
+from autoparallel.runtime.parameters.hooks import is_compiled
+from autoparallel.runtime.parameters.slices import part_like
+from autoparallel.runtime.parameters.state import copy_parameter
+from autoparallel.runtime.ranks.files import watch_files
+
+_ATEN = torch.ops.aten
+_TURNED = ("t_", "transpose_", "swapaxes_", "swapdims_")
+
+
+@cache  # once, for it wraps the functions of nn.init that there are
+def handle_operators() -> None:
+    """Has operators on ``DTensor``s, and what Python reads of them, be those of one process."""
+    watch_draws()
+    watch_values()
+    watch_writes()
+    watch_files()
+    _torch.dtensor.set_methods(__deepcopy__=copy_deeply)
+    _torch.dtensor.handle_operators((_ATEN.eye.out, _ATEN.eye.m_out), fill_whole)
+    _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_TURNED), refuse_turning)
+    _torch.dtensor.handle_first([_ATEN.as_strided.default], take_strides)
+    _torch.dtensor.check_full_tensor(require_here)
+    watch_lists()
+    _torch.dtensor.handle_operators([_ATEN._cudnn_rnn_flatten_weight.default], leave_apart)
+    _torch.dtensor.handle_first((_ATEN.argmax.default, _ATEN.argmin.default), count_from_first)
+    watch_operands()
+
+
+def copy_deeply(tensor: Tensor, memo: dict[int, Any]) -> Any:
+    """What ``copy.deepcopy`` makes of a ``DTensor``: of a parameter, a copy without its gradient, as of a plain one."""
+    if id(tensor) in memo or not is_compiled(tensor):
+        return Tensor.__deepcopy__(tensor, memo)
+    memo[id(tensor)] = copied = copy_parameter(tensor)
+    return copied
+
+
+def leave_apart(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Leaves the weights of a recurrent layer where they are: cuDNN wants them side by side, and copies others."""
+    return args[0][0]
+
+
+def count_from_first(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Where the largest values of a ``DTensor`` are; torch fails at a dim that is counted from the last one, where all
+    others before it are of size 1."""
+    tensor, *rest = args
+    if rest and rest[0] is not None and rest[0] < 0:
+        rest[0] += tensor.ndim
+    return _torch.dtensor.carry_out(earlier, operator, (tensor, *rest), kwargs)
+
+
+def fill_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator writes into ``out``: this rank's part of it."""
+    out = kwargs["out"]
+    local = _torch.dtensor.local_of(out)
+    whole = operator(*args, **{**kwargs, "out": local.new_empty(out.shape)})
+    local.copy_(part_like(whole, out))
+    return out
+
+
+def take_strides(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What torch makes of strides that are the tensor's own.
+
+    Raises:
+        RuntimeError: for others, which are those of a rank's part.
+    """
+    try:
+        return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        raise RuntimeError(
+            f"{operator} reads or writes a DTensor through strides, as p.fill_diagonal_(0) does\n"
+            "What to change: p.diagonal().fill_(0) for a diagonal, slices and views for other strides, or do it whole "
+            "(with model.whole() as plain: plain.layer.weight.fill_diagonal_(0))."
+        ) from error
+
+
+def refuse_turning(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
+    """Raises RuntimeError: the shape of a ``DTensor`` is that which it was made with."""
+    raise RuntimeError(
+        f"{operator} exchanges dims in place, as orthogonal_ imported from nn.init does of a wide weight, which a "
+        "DTensor cannot\nWhat to change: use x.transpose(...); write nn.init.orthogonal_(weight), or initialise such a "
+        "weight whole (with model.whole() as plain: orthogonal_(plain.layer.weight))."
+    )
