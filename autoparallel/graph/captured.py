@@ -147,8 +147,7 @@ class Captured:
         invariant: Layout = (Invariant,) * axes
         buffers = len(self.mutated)
         layouts: list[Layout | None] = []
-        numbers = (leaf.index for leaf in self._leaves if isinstance(leaf, Number))
-        ends = {*self.written.values(), *numbers}
+        ends = {*self.written.values(), *self.number_outputs}
         for i, node in enumerate(self.results):
             whole = i < buffers or i in ends or node.meta["val"].ndim == 0
             whole = whole or mode == "gather" or (mode == "auto" and self.loss is None)
@@ -288,12 +287,17 @@ class Captured:
         leaves = [leaf.index if isinstance(leaf, Number) else leaf for leaf in self.outputs]
         return {leaf for leaf in leaves if isinstance(leaf, int)}
 
+    @cached_property
+    def number_outputs(self) -> frozenset[int]:
+        """The indices of the outputs whose values a call returns, or sets, as numbers."""
+        return frozenset(leaf.index for leaf in self._leaves if isinstance(leaf, Number))
+
     @property
     def _leaves(self) -> list[Leaf]:
         """The leaves of the outputs, and of what a call sets."""
         return [*self.outputs, *(leaf for _, parts in self.attributes.values() for leaf in parts)]
 
-    @property
+    @cached_property
     def returns_sizes(self) -> bool:
         """Whether a leaf of the outputs is a size of the call."""
         return any(isinstance(leaf, Size) for leaf in self._leaves)

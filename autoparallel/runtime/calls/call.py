@@ -31,7 +31,7 @@ from autoparallel.graph.changed_arguments import (
 from autoparallel.graph.drawn_numbers import move_on
 from autoparallel.graph.errors import refusal
 from autoparallel.graph.labels import is_entry, split_entry
-from autoparallel.graph.leaves import Number, leaf_value
+from autoparallel.graph.leaves import leaf_value
 from autoparallel.graph.lines import line_of, node_of_error, place_of
 from autoparallel.graph.nesting import unflatten
 from autoparallel.graph.plain_tensors import attribute_at, holder_of, rebind, tensor_at
@@ -157,10 +157,8 @@ def _with_copies(captured: Captured, plain: nn.Module, call: Call) -> Call:
 def _with_numbers_apart(captured: Captured, buffers: Sequence[torch.Tensor], results: Sequence[Any]) -> list[Any]:
     """The results of a call, of which the numbers that it has read of buffers stay as they were read."""
     values = list(results)
-    leaves = [*captured.outputs, *(leaf for _, leaves in captured.attributes.values() for leaf in leaves)]
-    numbers = {leaf.index for leaf in leaves if isinstance(leaf, Number)} if buffers else set()
-    changed = {storage_mark(local_of(x)) for x in buffers} if numbers else set()
-    for index in numbers:
+    changed = {storage_mark(local_of(x)) for x in buffers} if captured.number_outputs else set()
+    for index in captured.number_outputs if changed else ():
         value = values[index]
         if isinstance(value, torch.Tensor) and storage_mark(value) in changed:
             values[index] = value.clone()
