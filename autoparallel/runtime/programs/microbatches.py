@@ -46,8 +46,7 @@ def shared_forms(captured: Captured, graph: StageGraph, actual: Mapping[Any, int
     """
     numbers = {path: i for i, path in enumerate(captured.mutated)}
     wanted = [*graph.results, *(numbers[path] for path in graph.captured.mutated)]
-    nodes: Any = captured.graph.output_node().args[0]
-    sizes = Sizes(actual)
+    nodes, sizes = captured.results, Sizes(actual)
     return wanted, [Form(sizes.shape(nodes[i]), nodes[i].meta["val"].dtype) for i in wanted]
 
 

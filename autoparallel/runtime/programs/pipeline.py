@@ -143,8 +143,7 @@ class PipelineRunner:
         self.communicator, self.axis, self.rank = tied.communicator, tied.axis, tied.rank
         self.device = torch.device(store.mesh.device_type)
         whole: Layout = ()
-        results = len(captured.graph.output_node().args[0])  # type: ignore[arg-type]
-        self.specs = [(to_dtensor_placements(whole), whole)] * results
+        self.specs = [(to_dtensor_placements(whole), whole)] * len(captured.results)
         used = {name: None for program in staged.programs for name in program.chains}
         self.used = tuple(name for name in used if name in store.parameters)
         self.loss, weight = captured.objective, captured.weight
