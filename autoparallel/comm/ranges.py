@@ -5,7 +5,6 @@ While no profiler runs, nothing is named, and a name costs a look at a flag.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -14,10 +13,12 @@ import torch
 from torch.profiler import record_function
 
 from autoparallel import _torch
+from autoparallel.comm.current import Current
 
 R = TypeVar("R")
 
-_HERE = threading.local()
+_MODULE = Current("")
+"""The module that computes now, as far as a profiled program has said."""
 
 
 def named(name: Callable[[], str]) -> AbstractContextManager[Any]:
@@ -26,8 +27,8 @@ def named(name: Callable[[], str]) -> AbstractContextManager[Any]:
 
 
 def place() -> str:
-    """The module that computes now, as far as a profiled program has said; a compiled one says nothing."""
-    return "" if torch.compiler.is_compiling() else getattr(_HERE, "module", "")
+    """The module that computes now; a compiled program says nothing of it."""
+    return "" if torch.compiler.is_compiling() else _MODULE.value
 
 
 def in_backward(module: str, function: Callable[..., R], *arguments: Any) -> R:
@@ -42,11 +43,11 @@ def begin(module: str) -> tuple[record_function, str]:
     """Begins the range of a module; a program that is profiled calls it."""
     entered, before = record_function(module), place()
     entered.__enter__()
-    _HERE.module = module
+    _MODULE.value = module
     return entered, before
 
 
 def end(begun: tuple[record_function, str]) -> None:
     """Ends a module's range."""
-    entered, _HERE.module = begun
+    entered, _MODULE.value = begun
     entered.__exit__(None, None, None)
