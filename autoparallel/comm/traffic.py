@@ -12,7 +12,7 @@ and a ``barrier`` count but send nothing; rows that travel to their experts coun
 what a compiler traces inside with fake tensors is not counted.
 
 What ranks say to agree on a call, before it (``runtime.ranks.agreement``), is not training traffic: it is counted
-apart, in ``control_collectives`` and ``control_bytes``, and is in no other number.
+apart, in ``control``, and is in no other number.
 """
 
 from __future__ import annotations
@@ -85,11 +85,6 @@ class Traffic:
     def control_collectives(self) -> int:
         """How often ranks talked in order to agree on a call."""
         return sum(count for count, _ in self.control.values())
-
-    @property
-    def control_bytes(self) -> float:
-        """What they sent for that."""
-        return sum(sent_bytes(kind, full, ranks) for (kind, _, ranks), (_, full) in self.control.items())
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(_sum(self.volumes, other.volumes, 1), _sum(self.control, other.control, 1))
@@ -192,8 +187,8 @@ class CountingMode(TorchDispatchMode):
             return
         if name == "batch_p2p_ops":
             for kind, tensor in zip(arguments["op_list"], arguments["tensors"], strict=True):
-                size = _torch.tensors.bytes_in(tensor)
-                self._add(kind.removeprefix("i"), *self._group(arguments["group_name"], size))
+                axis, ranks = self._group(arguments["group_name"])
+                self._add(kind.removeprefix("i"), axis, _torch.tensors.bytes_in(tensor), ranks)
             return
         if name not in _OPERATORS:
             raise NotImplementedError(f"count_traffic() does not know the operator {func}: its bytes would be missing")
@@ -201,12 +196,14 @@ class CountingMode(TorchDispatchMode):
         if CARRIED_OUT.value == "reduce_scatter":  # by an all-to-all of the same tensor
             kind, part = "reduce_scatter", False
         group = arguments["process_group"] if "process_group" in arguments else arguments["group_name"]
-        axis, full, ranks = self._group(group, _torch.tensors.bytes_in(arguments[argument]) if argument else 0)
+        axis, ranks = self._group(group)
+        full = _torch.tensors.bytes_in(arguments[argument]) if argument else 0
         self._add(kind, axis, full * ranks if part else full, ranks)
 
-    def _group(self, argument: Any, size: int) -> tuple[str, int, int]:
+    def _group(self, argument: Any) -> tuple[str, int]:
+        """The axis of the group that an operator is given, and its ranks."""
         group = _torch.distributed.process_group(argument)
-        return self._axis(group), size, group.size()
+        return self._axis(group), group.size()
 
     def _axis(self, group: dist.ProcessGroup) -> str:
         name = group.group_name
