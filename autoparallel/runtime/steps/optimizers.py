@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -32,18 +32,20 @@ _UNDONE: weakref.WeakKeyDictionary[torch.optim.Optimizer, ExitStack] = weakref.W
 """What is undone after the step that is running now."""
 
 _NUMBERS = (int, float, bool)
-_HOOKED = False
 
 
 def watch_optimizers(clipper: Clipper) -> None:
     """From now on an optimizer that holds the model's parameters finds their gradients reduced when it steps, clipped
     where the model was compiled so, and left out where a clipping decided that."""
-    global _HOOKED
     _CLIPPERS[clipper] = None
-    if not _HOOKED:
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
-        _HOOKED = True
+    _hook_steps()
+
+
+@cache
+def _hook_steps() -> None:
+    """Has every step of any optimizer begin and end here."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
