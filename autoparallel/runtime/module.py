@@ -179,8 +179,7 @@ class ParallelModule(Face):
             RuntimeError: for parameters on the meta device, which get their values at the first call.
             RankMismatchError: on every rank, where some do something else.
         """
-        self._require_values("full_parameters()")
-        self._kinds.exchange.of_other("full_parameters()")
+        self._begin_together("full_parameters()")
         with torch.no_grad():
             yield from full_parameters(self._store, self._kinds.maker.mesh, self._kinds.maker.owners)
 
@@ -205,6 +204,11 @@ class ParallelModule(Face):
             self._require_values("whole()")
         with self._whole(self.full_parameters) as plain:
             yield plain
+
+    def _begin_together(self, what: str) -> None:
+        """Begins what all ranks do together with the values of the parameters."""
+        self._require_values(what)
+        self._kinds.exchange.of_other(what)
 
     def _require_values(self, what: str) -> None:
         for name, parameter in self._store.parameters.items():
@@ -433,8 +437,7 @@ class ParallelModule(Face):
             RuntimeError: a ``CheckpointError``, or ``RankMismatchError`` on the ranks that are told of another's: when
                 nothing can be written there, and for adapters.
         """
-        self._require_values("export_hf()")
-        self._kinds.exchange.of_other("export_hf()")
+        self._begin_together("export_hf()")
         export(self._world(), self._plain, Path(path), max_shard_size)
 
     def save_pretrained(self, save_directory: str | Path, max_shard_size: int | str = "5GB") -> None:
@@ -451,8 +454,7 @@ class ParallelModule(Face):
             RuntimeError: a ``CheckpointError`` that names the file, or ``RankMismatchError`` on the ranks that are told
                 of another's: for a folder that is of another model, not complete or damaged.
         """
-        self._require_values("load_hf()")
-        self._kinds.exchange.of_other("load_hf()")
+        self._begin_together("load_hf()")
         read(self._world(), self._plain, Path(path))
 
     def _world(self) -> World:
@@ -481,8 +483,7 @@ class ParallelModule(Face):
         make it together. It has its own gradients and no hooks on parameters. Its calls are captured anew."""
         if id(TRACED) in memo:
             return memo.get(id(self._plain), self)
-        self._require_values("copy.deepcopy()")
-        self._kinds.exchange.of_other("copy.deepcopy()")
+        self._begin_together("copy.deepcopy()")
         with torch.inference_mode(False):
             plain = copy.deepcopy(self._plain, memo)
         replicas = self._kinds.exchange.replicas
