@@ -103,7 +103,7 @@ def export(world: World, plain: nn.Module, path: Path, max_shard_size: int | str
             if ranks.is_first:
                 _finish(plain, path, files, index)
     except BaseException:
-        if world.number == 0:
+        if ranks.is_first:
             with contextlib.suppress(OSError):
                 for file in files:
                     file.part.unlink(missing_ok=True)

@@ -99,7 +99,7 @@ class Save:
         try:
             write_rank(self.path, self._world.number, self._step, parts, tree)
             self._written.set()
-            if self._world.number == 0:
+            if self._world.ranks.is_first:
                 self._mark()
         except BaseException as error:  # noqa: BLE001 - raised by wait()
             self._error = error
@@ -138,7 +138,7 @@ class Save:
         except BaseException as error:
             self._failure, self._given_up = error, True
             self._thread.join()
-            if self._world.number == 0 and not (self.path / MARKER).exists():
+            if self._world.ranks.is_first and not (self.path / MARKER).exists():
                 shutil.rmtree(self.path, ignore_errors=True)  # what may have filled the disk
             raise
         return self.path
