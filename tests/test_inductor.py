@@ -34,7 +34,8 @@ from autoparallel.comm.groups import COMMUNICATOR
 from autoparallel.passes.mark_layers import mark_layers
 from autoparallel.passes.name_nodes import name_nodes
 from autoparallel.runtime.gradients.travel import Gather
-from autoparallel.runtime.programs.compiled import CompiledRegion, RegionCompiler, find_regions, forms_of, one_at_a_time
+from autoparallel.runtime.programs.compiled import CompiledRegion, RegionCompiler, forms_of, one_at_a_time
+from autoparallel.runtime.programs.regions import find_regions
 from tests.distributed import run_distributed
 from tests.models import GPTConfig, build, build_gpt
 from tests.parity.harness import AXES, difference

@@ -5,7 +5,7 @@ stays in registers.  So what such an operator makes is pending: nothing is writt
 (a product, attention, a collective) reads it, one kernel reads what it follows from and writes it.  What is read again
 after another kernel ran (a residual stream, an activation that the backward needs) is written once and read, or made
 again from what it follows from, whichever moves fewer bytes, as the compiler's partitioner would.  What one layer hands
-on to the next is written and read, because each layer is compiled apart (see [Note: regions] in ``runtime.compiled``).
+on to the next is written and read, because each layer is compiled apart (see [Note: regions] in ``regions``).
 """
 
 from __future__ import annotations
