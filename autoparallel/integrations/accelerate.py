@@ -29,7 +29,7 @@ from autoparallel.integrations.optimizers import holds_all
 from autoparallel.planner.request.presets import SEQUENCE_AXES, TENSOR_AXIS
 from autoparallel.runtime.meter import Meter
 from autoparallel.runtime.module import ParallelModule
-from autoparallel.runtime.programs.microbatches import NotKept
+from autoparallel.runtime.programs.outputs import NotKept
 
 
 class MeterTracker(GeneralTracker):

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.graph.beside import METHOD
 from autoparallel.runtime.parameters.slices import lay_like
-from autoparallel.runtime.programs.runner import refuse_gradient
+from autoparallel.runtime.programs.outputs import refuse_gradient
 
 _TABLES = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",

@@ -39,8 +39,7 @@ from autoparallel.operators import RandomState
 from autoparallel.runtime.calls.kinds import Kind, Kinds, ReadCall
 from autoparallel.runtime.gradients.accumulation import Weight, expected_count
 from autoparallel.runtime.parameters.slices import lay_like
-from autoparallel.runtime.programs.microbatches import NotKept
-from autoparallel.runtime.programs.runner import Delivery, Outputs, OverMesh, refuse_detached
+from autoparallel.runtime.programs.outputs import Delivery, NotKept, Outputs, OverMesh, refuse_detached
 from autoparallel.runtime.ranks.randomness import STREAM
 
 _OF_SLICES = (torch.ops.aten.index_select.default, torch.ops.aten.index_copy.default)

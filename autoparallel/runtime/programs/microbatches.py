@@ -21,21 +21,6 @@ from autoparallel.runtime.programs.tied import TiedParameters
 from autoparallel.runtime.ranks.messages import Form
 
 
-class NotKept:
-    """Stands for an output that a call does not keep, and says why."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        self.__dict__["_name"], self.__dict__["_reason"] = name, reason
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise RuntimeError(f"{self._name} is not kept: {self._reason}")
-
-    def __repr__(self) -> str:
-        return f"<{self._name}, not kept>"
-
-
 def shared_forms(captured: Captured, graph: StageGraph, actual: Mapping[Any, int]) -> tuple[list[int], list[Form]]:
     """What a stage makes that all ranks are told after a call: results and buffers, by number, and their forms.
 

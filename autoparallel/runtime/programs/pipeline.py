@@ -53,8 +53,8 @@ from autoparallel.program.program import LocalProgram
 from autoparallel.program.stages import StagedProgram
 from autoparallel.runtime.gradients.accumulation import expected_count
 from autoparallel.runtime.gradients.store import GradientStore
-from autoparallel.runtime.programs.microbatches import Gradients, HandOut, NotKept, shared_forms
-from autoparallel.runtime.programs.runner import Refuse
+from autoparallel.runtime.programs.microbatches import Gradients, HandOut, shared_forms
+from autoparallel.runtime.programs.outputs import NotKept, Refuse
 from autoparallel.runtime.programs.stages import Stage, StageGradients, form_of
 from autoparallel.runtime.programs.tied import TiedParameters, find_ties
 from autoparallel.runtime.ranks.messages import Form, pack, unpack

@@ -1,0 +1,182 @@
+"""The outputs of a call, as the user is given them: the boundary between a program and what is done with them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from autoparallel import _torch
+from autoparallel.graph.captured import Captured
+from autoparallel.runtime.gradients.accumulation import Weight
+from autoparallel.runtime.gradients.store import GradientStore
+
+
+class Delivery:
+    """The outputs of one call, which the user may differentiate together or one by one.
+
+    Args:
+        store: where gradients go; the window of ``accumulate()`` that it has now is the call's.
+        weight: what the call weighs there.
+        used: the names of the parameters that the call used.
+        why_once: why they can be differentiated once only; empty where they can be twice.
+
+    Attributes:
+        before: for each output, by its index, the others that it is computed of, with what they are called.
+    """
+
+    def __init__(self, store: GradientStore, weight: Weight, used: Sequence[str], why_once: str) -> None:
+        self.before: dict[int, list[tuple[str, weakref.ref[torch.Tensor]]]] = {}
+        self._store, self._window, self._weight = store, store.window, weight
+        self._weighed, self._why_once = False, why_once
+        self._used, self._versions = used, store.versions(used)
+
+    def require_twice(self) -> None:
+        """Raises RuntimeError where a backward whose own derivatives are asked for would give other ones."""
+        why = self._why_once
+        if self._window is not None:
+            why = "accumulate() divides gradients later\nWhat to change: take it outside of the window"
+        if why:
+            raise RuntimeError(
+                f"create_graph=True: a second derivative cannot be taken through this compiled model, because {why}"
+            )
+
+    def require_whole(self, output: int) -> None:
+        """Raises RuntimeError where somebody waits for the gradient of an output of which this one is computed: what
+        comes from here goes through the program, not through what the user has."""
+        for name, reference in self.before.get(output, ()):
+            if (x := reference()) is not None and (asks := _asks_for_gradient(x)):
+                raise RuntimeError(
+                    f"{asks} {name} would be given a part of its gradient: another output is computed of it inside "
+                    "of the program, by which its gradient does not pass\n"
+                    "What to change: give the model a second call that begins with it (z = model(x, encode=True); y = "
+                    "model(z)), or compile both halves; a hook inside of forward (z.register_hook(...)) sees all of it"
+                )
+
+    def weighted(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient of an output as it enters the program."""
+        now = self._store.versions(self._used)
+        if now != self._versions:
+            names = (*self._used, *self._used)
+            changed = next(n for n, a, b in zip(names, self._versions, now, strict=True) if a != b)
+            raise RuntimeError(
+                f"{changed} was modified in place between the forward and the backward that needs it; step the "
+                "optimizer after backward()"
+            )
+        self._store.begin_backward()
+        if self._window is None:
+            return grad
+        if self._window is not self._store.window:
+            raise RuntimeError(
+                "backward() of a microbatch after its window of accumulate() has ended: call backward() inside "
+                "the loop over the window"
+            )
+        factor = self._window.factor(self._weight, again=self._weighed)
+        self._weighed = True
+        return None if grad is None else (grad * factor).to(grad.dtype)
+
+
+def _asks_for_gradient(x: torch.Tensor) -> str:
+    """By what somebody waits for the gradient of an output, as the backward comes to one that is computed of it."""
+    if x.retains_grad:
+        return "retain_grad() on"
+    if x._backward_hooks:
+        return "a hook on"
+    return "torch.autograd.grad() with respect to" if _torch.autograd.is_handed_out(x) else ""
+
+
+class Outputs(torch.autograd.Function):
+    """The boundary between the program and what the user does with one of its outputs.
+
+    Each output has its own, because a backward frees what all operands of a node have saved, also where no gradient
+    comes to them.  ``before``, the outputs that it is computed of, get none from it: the engine comes here where it is
+    asked for theirs (see ``Delivery.require_whole``).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, delivery: Delivery, output: torch.Tensor, unshared: bool, number: int, *before: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.delivery, ctx.number, ctx.nothing = delivery, number, (None,) * len(before)
+        ctx.set_materialize_grads(False)
+        # A loss, and what shares its memory with nothing else that the user has, may be changed in place: torch refuses
+        # that of the others, which are views. All but the loss keep the count of changes that autograd looks at.
+        return output.clone() if output.ndim == 0 else output.detach() if unshared else output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            ctx.delivery.require_twice()
+        (grad,) = grads
+        if grad is not None:
+            ctx.delivery.require_whole(ctx.number)
+        if isinstance(grad, DTensor):  # something made of the parameters was added to the output
+            grad = grad.full_tensor()
+        return None, ctx.delivery.weighted(grad), None, None, *ctx.nothing
+
+
+class OverMesh(torch.autograd.Function):
+    """A local output as a ``DTensor``; ``DTensor.from_local``, but that no gradient may come to it: before torch 2.13
+    that raises."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+        ctx.mesh, ctx.placements = mesh, [Replicate() if p.is_partial() else p for p in placements]
+        ctx.set_materialize_grads(False)
+        return DTensor.from_local(local, mesh, placements, run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: DTensor | None) -> Any:
+        (grad,) = grads
+        return None if grad is None else grad.redistribute(ctx.mesh, ctx.placements).to_local(), None, None
+
+
+class Refuse(torch.autograd.Function):
+    """An output that cannot be differentiated, though the plain model's can."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, reason: str) -> torch.Tensor:
+        ctx.reason = reason
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError(ctx.reason)
+
+
+def refuse_detached(captured: Captured, values: list[Any]) -> None:
+    """Lets the outputs that were detached beside the loss raise when they are differentiated; in place."""
+    first = len(captured.mutated)
+    for i in captured.detached:
+        if isinstance(values[i], torch.Tensor) and not values[i].requires_grad:
+            reason = (
+                f"output {i - first} of the model is not the loss and was detached from what computed it, because the "
+                'loss is known (loss_fn returned it, or it is called "loss")\nWhat to change: pass outputs="gather" to '
+                'compile() for outputs that are whole and can be differentiated, or outputs="sharded" for such as lie '
+                "over the mesh"
+            )
+            values[i] = refuse_gradient(values[i], reason)
+
+
+def refuse_gradient(value: torch.Tensor, reason: str) -> Any:
+    """A tensor that raises when it is differentiated."""
+    return Refuse.apply(torch.zeros((), device=value.device, requires_grad=True), value, reason)
+
+
+class NotKept:
+    """Stands for an output that a call does not keep, and says why."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.__dict__["_name"], self.__dict__["_reason"] = name, reason
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(f"{self._name} is not kept: {self._reason}")
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, not kept>"
