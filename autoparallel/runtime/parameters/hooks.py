@@ -24,6 +24,9 @@ from autoparallel.runtime.parameters.slices import as_parameter, lay_like
 
 Hook = Callable[[torch.Tensor], Any]
 
+_OF_GRADIENT, _OF_ACCUMULATED = _torch.autograd.HOOKS
+"""The two kinds: those that see a gradient before it is added to ``.grad``, and those that follow that."""
+
 
 class ParameterHooks(dict[int, Hook]):
     """Hooks of one kind on one parameter, out of the engine's sight (see [Note: hooks on parameters]).
@@ -104,15 +107,21 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def is_compiled(tensor: torch.Tensor) -> TypeGuard[nn.Parameter]:
     """Whether a tensor is a parameter of a compiled model, which keeps hooks out of the engine's sight."""
-    return isinstance(getattr(tensor, _torch.autograd.HOOKS[0], None), ParameterHooks)
+    return _own_hooks(tensor, _OF_GRADIENT) is not None
+
+
+def _own_hooks(tensor: torch.Tensor, kind: str) -> ParameterHooks | None:
+    """The hooks of one kind on a parameter of a compiled model; None for any other tensor."""
+    hooks = getattr(tensor, kind, None)
+    return hooks if isinstance(hooks, ParameterHooks) else None
 
 
 def show_engine(parameter: torch.Tensor, hook: Hook) -> None:
     """Has the engine see a hook on a parameter from when the user registers one (see [Note: hooks on parameters])."""
-    kinds = [getattr(parameter, name, None) for name in _torch.autograd.HOOKS]
-    for hooks in kinds:
-        if isinstance(hooks, ParameterHooks):
-            hooks.shown = hook, kinds[0]  # type: ignore[assignment]
+    place = _own_hooks(parameter, _OF_GRADIENT)
+    for hooks in (place, _own_hooks(parameter, _OF_ACCUMULATED)):
+        if place is not None and hooks is not None:
+            hooks.shown = hook, place
             if hooks:
                 hooks.show()
 
@@ -120,19 +129,18 @@ def show_engine(parameter: torch.Tensor, hook: Hook) -> None:
 def show_always(parameters: Iterable[torch.Tensor], always: bool) -> None:
     """Has the engine see that hook without the user's, too, or no longer."""
     for parameter in parameters:
-        hooks = getattr(parameter, _torch.autograd.HOOKS[0], None)
-        if isinstance(hooks, ParameterHooks):
-            if always:
-                hooks.show()
-            elif not has_gradient_hooks(parameter) and not has_accumulated_hooks(parameter):
-                hooks.hide()
+        hooks = _own_hooks(parameter, _OF_GRADIENT)
+        if hooks is not None and always:
+            hooks.show()
+        elif hooks is not None and not has_gradient_hooks(parameter) and not has_accumulated_hooks(parameter):
+            hooks.hide()
 
 
 def keep_without_gradient(parameter: torch.Tensor) -> None:
     """Has a parameter that lies on other ranks have no gradient, whatever the loop computes of it here; the engine
     calls this before ``backward()`` returns."""
-    hooks = getattr(parameter, _torch.autograd.HOOKS[1], None)
-    if isinstance(hooks, ParameterHooks):
+    hooks = _own_hooks(parameter, _OF_ACCUMULATED)
+    if hooks is not None:
         dict.__setitem__(hooks, 0, _drop_gradient)
 
 
@@ -147,12 +155,12 @@ def are_registered() -> bool:
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether a parameter has hooks that see its gradient before it is added to ``.grad``."""
-    return bool(getattr(parameter, _torch.autograd.HOOKS[0], None))
+    return bool(getattr(parameter, _OF_GRADIENT, None))
 
 
 def has_accumulated_hooks(parameter: torch.Tensor) -> bool:
     """Whether a parameter has hooks that are called after its ``.grad`` has been added to."""
-    return bool(getattr(parameter, _torch.autograd.HOOKS[1], None))
+    return bool(getattr(parameter, _OF_ACCUMULATED, None))
 
 
 def call_gradient_hooks(name: str, parameter: nn.Parameter, grad: DTensor) -> torch.Tensor:
@@ -161,7 +169,7 @@ def call_gradient_hooks(name: str, parameter: nn.Parameter, grad: DTensor) -> to
     Raises:
         RuntimeError: for a hook that returns no gradient of the parameter's shape.
     """
-    for hook in list(getattr(parameter, _torch.autograd.HOOKS[0]).values()):
+    for hook in list(getattr(parameter, _OF_GRADIENT).values()):
         with implicit_replication():
             result = hook(grad)
         if result is not None:
@@ -172,7 +180,7 @@ def call_gradient_hooks(name: str, parameter: nn.Parameter, grad: DTensor) -> to
 def call_accumulated_hooks(parameters: Iterable[nn.Parameter]) -> None:
     """Calls the hooks that follow the accumulation of a gradient."""
     for parameter in parameters:
-        for hook in list(getattr(parameter, _torch.autograd.HOOKS[1]).values()):
+        for hook in list(getattr(parameter, _OF_ACCUMULATED).values()):
             with implicit_replication():
                 hook(parameter)
 
