@@ -71,19 +71,6 @@ MANY_ANSWERS = (
 )
 
 
-def submodules(model: nn.Module) -> tuple[nn.Module, ...]:
-    """A model and its submodules, in the order of ``model.modules()``, in a fraction of its time."""
-    listed: dict[nn.Module, None] = {}
-    left = [model]
-    while left:
-        module = left.pop()
-        if module not in listed:
-            listed[module] = None
-            if module._modules:
-                left += [child for child in reversed(module._modules.values()) if child is not None]
-    return tuple(listed)
-
-
 @dataclass
 class Kind:
     """One kind of call: its runner, what the runner is for, and the trace, where other plans of it may be wanted."""
@@ -180,7 +167,6 @@ class Kinds:
         self.set_in_memory: set[str] = set()
         self._kinds: dict[Key, list[Kind]] = {}  # of calls whose sizes the model is answered about in several ways
         self._ready: dict[object, Kind] = {}  # by kind and shapes: calls whose sizes are known to fit
-        self._structures: dict[object, int] = {}
         self._states: dict[object, list[PythonState]] = {}  # by call: what Python was when each of its traces was made
         self._next: dict[Key, int] = {}  # of a kind: in which of these the call after its first one finds Python
         self._forms: dict[object, list[tuple[int | float, ...]]] = {}  # by form: sizes and numbers of such calls
@@ -194,18 +180,6 @@ class Kinds:
 
     def __len__(self) -> int:
         return len(list(iter(self)))
-
-    def structure_of(self, modules: tuple[nn.Module, ...]) -> int:
-        """The number of a set of submodules of their classes, and of which buffers of theirs are one, among those that
-        the model has had."""
-        first: dict[int, int] = {}
-        buffers = enumerate(b for module in modules for b in module._buffers.values() if b is not None)
-        structure = (
-            modules,
-            tuple(map(type, modules)),
-            tuple([first.setdefault(id(buffer), place) for place, buffer in buffers]),
-        )
-        return self._structures.setdefault(structure, len(self._structures))
 
     # -- before a call and before a backward ------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from autoparallel.graph.nesting import flatten
 from autoparallel.graph.plain_tensors import attribute_at
 from autoparallel.graph.python_state import MISSING, is_plain
 from autoparallel.placements import Layout, from_dtensor_placements
-from autoparallel.runtime.calls.kinds import Kinds, submodules
+from autoparallel.runtime.calls.kinds import Kinds
 from autoparallel.runtime.parameters.state import slots
 
 
@@ -44,6 +44,7 @@ class CallReader:
         self._signature = inspect.signature(plain.forward)
         self._names = dict(plain.named_parameters(remove_duplicate=False))
         self._listed = [id(p) for _, _, p in slots(plain)]
+        self._structures: dict[object, int] = {}
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_whole: bool) -> tuple[Call, str | None]:
         """A call, and why this rank cannot make it, if it cannot.
@@ -77,7 +78,7 @@ class CallReader:
         leaves, in_spec = flatten((args, {**kwargs, **beside} if beside else kwargs), caches)
         count = len(leaves) - len(more)
         mesh = self.kinds.maker.mesh
-        modules = submodules(self.plain)
+        modules = _submodules(self.plain)
         listed = [p for m in modules for p in m._parameters.values() if p is not None]
         if is_whole:
             problem = "the model is called inside of whole(): call the plain model that it gives, or leave it first"
@@ -106,7 +107,7 @@ class CallReader:
         trainable = tuple([p.requires_grad for p in {id(p): p for p in listed}.values()])
         call = Call(
             tuple(local), tuple(specs), tuple(layouts), in_spec, batch, with_target, training, trainable,
-            torch.is_grad_enabled(), hooks_of(modules), self.kinds.structure_of(modules), autocast, tuple(caches),
+            torch.is_grad_enabled(), hooks_of(modules), self._structure_of(modules), autocast, tuple(caches),
             len(more), tuple(leaves),
         )  # fmt: skip
         return call, problem
@@ -137,6 +138,18 @@ class CallReader:
             carried[label] = value
         return carried, problem
 
+    def _structure_of(self, modules: tuple[nn.Module, ...]) -> int:
+        """The number of a set of submodules of their classes, and of which buffers of theirs are one, among those that
+        the model has had."""
+        first: dict[int, int] = {}
+        buffers = enumerate(b for module in modules for b in module._buffers.values() if b is not None)
+        structure = (
+            modules,
+            tuple(map(type, modules)),
+            tuple([first.setdefault(id(buffer), place) for place, buffer in buffers]),
+        )
+        return self._structures.setdefault(structure, len(self._structures))
+
     def _binds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         try:
             self._signature.bind(*args, **kwargs)
@@ -154,6 +167,19 @@ class CallReader:
         else:
             name = names[position] if position < len(names) else f"{position} (the target)"
         return f"the argument {name}{pytree.keystr(tuple(rest))}"
+
+
+def _submodules(model: nn.Module) -> tuple[nn.Module, ...]:
+    """A model and its submodules, in the order of ``model.modules()``, in a fraction of its time."""
+    listed: dict[nn.Module, None] = {}
+    left = [model]
+    while left:
+        module = left.pop()
+        if module not in listed:
+            listed[module] = None
+            if module._modules:
+                left += [child for child in reversed(module._modules.values()) if child is not None]
+    return tuple(listed)
 
 
 def _why_replaced(
