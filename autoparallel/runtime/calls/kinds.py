@@ -17,11 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.comm.groups import before_next_collective
-from autoparallel.graph.beside import CARRIED
 from autoparallel.graph.calls import (
     Call,
     UnevenSizeError,
@@ -38,16 +36,14 @@ from autoparallel.graph.carried_attributes import (
     ChangesAttributesError,
     as_argument,
     describe_attributes,
-    label_of,
-    number_of,
 )
 from autoparallel.graph.drawn_numbers import DrawsNumbersError, add_script
 from autoparallel.graph.errors import FailsUntraced
-from autoparallel.graph.python_state import OF_INPUTS, PythonState
-from autoparallel.placements import Layout, format_layout
+from autoparallel.graph.python_state import PythonState
 from autoparallel.plan import Plan
 from autoparallel.runtime.calls.carried import Carried, fixes_numbers
 from autoparallel.runtime.calls.exchange import CHECKED_CALLS, Exchange
+from autoparallel.runtime.calls.words import describe_call, log_change
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.programs.pipeline import PipelineRunner
 from autoparallel.runtime.programs.runner import Runner
@@ -56,10 +52,6 @@ from autoparallel.text import LOGGER
 
 ReadCall = Callable[[], tuple[Call, str | None]]
 """Reads a call, and why this rank cannot make it, if it cannot."""
-
-MANY_VALUES = 3
-"""Of so many changes of one value of Python's a call is advised to read a tensor instead."""
-
 
 MANY_KINDS = (16, 64, 256, 1024)
 """At so many traces of calls that one could serve, but for what the model asks, the user is told."""
@@ -234,20 +226,8 @@ class Kinds:
 
     def _describe(self, keyed: KeyedCall, synchronise: bool) -> str:
         """A call in words, for comparison with those of other ranks."""
-        call, states = keyed.call, self._states.get(keyed.key.call, ())
-        trained, count = sum(call.trainable), len(call.trainable)
-        modes = ["train" if call.is_training else "eval"]
-        modes += ["under no_grad"] * (not call.gradients) + ["in no_sync"] * (not synchronise)
-        modes += [f"under autocast to {call.autocast}"] * (call.autocast is not None)
-        modes += [f"{trained} of {count} parameters trained"] * (trained < count)
-        places = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(len(call.specs)), call.in_spec))[0]
-        inputs = [_describe_input(path, *x) for (path, _), *x in zip(places, call.specs, call.layouts, strict=True)]
-        others = {label: state for state in states if (label := state.changed(call.values)) is not None}
-        inputs += [
-            f"{label} (other values)" if label.startswith(OF_INPUTS) else f"{label} as {state.describe(label)[1]}"
-            for label, state in others.items()
-        ]
-        return f"{', '.join(modes)}, inputs {', '.join(inputs)}; {len(self._kinds)} kinds of calls so far"
+        words = describe_call(keyed.call, self._states.get(keyed.key.call, ()), synchronise)
+        return f"{words}; {len(self._kinds)} kinds of calls so far"
 
     # -- which kind -------------------------------------------------------------------------------------------------
 
@@ -410,7 +390,7 @@ class Kinds:
             states[key.state].merge(read)
         else:
             states.append(read)
-            _log_change(changes, seconds)
+            log_change(changes, seconds)
         if why:
             level = logging.INFO if why in self._noted else logging.WARNING
             self._noted.add(why)
@@ -429,48 +409,6 @@ class Kinds:
             self._kinds.setdefault(replace(key, state=number), []).append(kind)
 
 
-def _describe_input(path: Sequence[Any], spec: InputSpec | Any, layout: Layout | None) -> str:
-    """One input of a call in words, with the name of an argument in a container, of a keyword, or of an attribute."""
-    name = (
-        label_of(path[-1].key)
-        if pytree.MappingKey(CARRIED) in path
-        else pytree.keystr(tuple(path[2 if path[0].idx == 0 else 1 :]))
-    )
-    if isinstance(spec, InputSpec) and not spec.is_number:
-        return (
-            f"{f'{name} ' * bool(name)}{spec.shape} {spec.dtype}{f' DTensor {format_layout(layout)}' if layout else ''}"
-        )
-    if isinstance(spec, InputSpec):
-        return f"{name} {number_of(spec.shape)}"
-    return f"{f'{name} ' * bool(name)}{spec.value if isinstance(spec, NumberSpec) else spec!r}"
-
-
 def _first_fitting(kinds: Sequence[Kind], call: Call) -> Kind | None:
     """Which of some kinds has a trace that serves the sizes of a call."""
     return next((kind for kind in kinds if fits(kind.runner.captured, call.specs)), None)
-
-
-def _log_change(changes: Sequence[tuple[str, PythonState]], seconds: float) -> None:
-    """Says which value of Python's made a new kind of call, and what that took."""
-    if not changes:
-        return
-    label, state = changes[-1]
-    is_many = sum(name == label for name, _ in changes) == MANY_VALUES
-    if label.startswith(OF_INPUTS):
-        LOGGER.warning("%s has changed: the model was captured and planned once more, in %.1f s", label, seconds)
-        if is_many:
-            LOGGER.warning(
-                "%s has had %d values by now, each with a trace of its own: compute what follows from it before the "
-                "call, and pass it in as a tensor", label, MANY_VALUES + 1,
-            )  # fmt: skip
-        return
-    before, now = state.describe(label)
-    LOGGER.warning(
-        "%s has changed from %s to %s: the model was captured and planned once more, in %.1f s", label, before, now,
-        seconds,
-    )  # fmt: skip
-    if is_many:
-        LOGGER.warning(
-            "%s has had %d values by now, each with a trace of its own: make it a tensor, such as a registered "
-            "buffer that is updated in place, so that one trace serves all", label, MANY_VALUES + 1,
-        )  # fmt: skip
