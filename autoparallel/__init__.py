@@ -16,7 +16,7 @@ from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.norms.limits import ClipGradNorm
 from autoparallel.runtime.programs.pipeline import PipelineError
 from autoparallel.runtime.rerun import Finding, Rerun
-from autoparallel.runtime.steps.local_steps import register_optimizer
+from autoparallel.runtime.steps.cuts import register_optimizer
 from autoparallel.tools.launch import launch
 from autoparallel.tools.parity.report import VerifyError, VerifyReport
 from autoparallel.tools.processes import ProcessError

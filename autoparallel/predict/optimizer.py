@@ -15,7 +15,7 @@ from autoparallel.graph.captured import Captured
 from autoparallel.hardware import ADAMW, OptimizerCost, Profile
 from autoparallel.placements import Layout
 from autoparallel.placements.redistribution import local_numel
-from autoparallel.runtime.steps.local_steps import BATCH_BYTES
+from autoparallel.runtime.steps.twins import BATCH_BYTES
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -21,16 +21,8 @@ from torch.optim import Optimizer
 from autoparallel import _torch
 from autoparallel.runtime.parameters.slices import as_parameter, lay_like
 from autoparallel.runtime.parameters.state import in_batches
-from autoparallel.runtime.steps.local_steps import (
-    BATCH_BYTES,
-    NUMBERS,
-    fill,
-    gradient_of,
-    lies_as,
-    numbers_of,
-    part_of,
-    step_on,
-)
+from autoparallel.runtime.steps.cuts import NUMBERS, lies_as, numbers_of, part_of
+from autoparallel.runtime.steps.twins import BATCH_BYTES, fill, gradient_of, step_on
 
 _WATCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 

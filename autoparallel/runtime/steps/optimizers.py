@@ -20,9 +20,11 @@ from autoparallel.graph.plain_tensors import REPLACED, refused_plain
 from autoparallel.runtime.norms.clipping import Clipper
 from autoparallel.runtime.parameters.parts import note_changes
 from autoparallel.runtime.parameters.slices import lay_like
+from autoparallel.runtime.steps.cuts import Part, part_of
 from autoparallel.runtime.steps.host_steps import HostStep
-from autoparallel.runtime.steps.local_steps import LocalStep, Part, part_of, take_back, twin_of
+from autoparallel.runtime.steps.local_steps import LocalStep
 from autoparallel.runtime.steps.owned_steps import step_by_owners
+from autoparallel.runtime.steps.twins import take_back, twin_of
 
 _STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, LocalStep | HostStep] = weakref.WeakKeyDictionary()
 _CLIPPERS: weakref.WeakKeyDictionary[Clipper, None] = weakref.WeakKeyDictionary()
@@ -155,7 +157,7 @@ def _with_gradients(optimizer: torch.optim.Optimizer, clipper: Clipper) -> list[
 
 
 def _enter(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """See [Note: a step on a twin] in ``local_steps``."""
+    """See [Note: a step on a twin] in ``twins``."""
     twin = twin_of(optimizer)
     begin = partial(_begin, optimizer, twin)
     if _closure_of(args, kwargs) is None:

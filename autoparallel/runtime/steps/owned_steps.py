@@ -28,8 +28,9 @@ from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.parameters.slices import as_parameter, lay_like
 from autoparallel.runtime.parameters.state import in_batches
 from autoparallel.runtime.ranks.messages import Form, pack, unpack
+from autoparallel.runtime.steps.cuts import lies_as
 from autoparallel.runtime.steps.host_steps import keep_in_host, lay_in_host, wait_for_host
-from autoparallel.runtime.steps.local_steps import BATCH_BYTES, fill, gradient_of, lies_as, step_on
+from autoparallel.runtime.steps.twins import BATCH_BYTES, fill, gradient_of, step_on
 
 
 @dataclass(frozen=True)
