@@ -234,7 +234,7 @@ class Fragment:
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         parameters = {name: arguments[i] for i, name in self._parameters}
         with self.model.holding(arguments), self.store.holding(parameters):
-            return tuple(run_call(self.kinds, self.model, lambda: (self._call_of(arguments), None), (), {}))
+            return tuple(run_call(self.kinds, lambda: (self._call_of(arguments), None), (), {}))
 
     def _call_of(self, arguments: Sequence[Any]) -> Call:
         """The call of the model; the batch is the first dim of the inputs where Dynamo leaves it open."""

@@ -64,7 +64,7 @@ class ParallelModule(Face):
         replicas = Replicas(plain, lambda: maker.mesh, check_replicas) if check_replicas else None
         name, device = type(plain).__name__, maker.mesh.device_type
         self._kinds = Kinds(maker, Exchange(maker.agreement, store, name, device, check_inputs, replicas=replicas))
-        self._calls = CallReader(plain, self._kinds, has_loss_fn)
+        self._calls = CallReader(self._kinds, has_loss_fn)
         self._entered = threading.RLock()
         self._clipper = Clipper(store, plain, clip_grad_norm)
         self._saving: Save | None = None
@@ -92,7 +92,7 @@ class ParallelModule(Face):
                 "exchange. Call it from one thread at a time (a threading.Lock around the call)"
             )
         try:
-            return run_call(self._kinds, self._plain, lambda: self._read_call(args, kwargs), args, kwargs)
+            return run_call(self._kinds, lambda: self._read_call(args, kwargs), args, kwargs)
         finally:
             self._entered.release()
 

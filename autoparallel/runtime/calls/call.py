@@ -49,16 +49,15 @@ _CUT_SHORT = (
 )
 
 
-def run_call(kinds: Kinds, plain: nn.Module, read: ReadCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The outputs of a call.
+def run_call(kinds: Kinds, read: ReadCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The outputs of a call, which may change buffers and attributes of the model.
 
     Args:
         kinds: those that the model has had.
-        plain: the model, whose buffers and attributes the call may change.
         read: reads the call (see :meth:`Kinds.of`).
         args, kwargs: what the user has handed in, whose dicts and lists the call may change.
     """
-    store = kinds.store
+    store, plain = kinds.store, kinds.maker.model
     call, kind = kinds.of(read)
     with kinds.without_casts(call):
         captured = kind.runner.captured

@@ -34,13 +34,13 @@ class CallReader:
     """Reads the calls of one model.
 
     Args:
-        plain: the model.
         kinds: the kinds of calls that it has had.
         has_loss_fn: whether the last positional argument may be the target of a loss function.
     """
 
-    def __init__(self, plain: nn.Module, kinds: Kinds, has_loss_fn: bool) -> None:
-        self.plain, self.kinds, self.has_loss_fn = plain, kinds, has_loss_fn
+    def __init__(self, kinds: Kinds, has_loss_fn: bool) -> None:
+        self.plain = plain = kinds.maker.model
+        self.kinds, self.has_loss_fn = kinds, has_loss_fn
         self._signature = inspect.signature(plain.forward)
         self._names = dict(plain.named_parameters(remove_duplicate=False))
         self._listed = [id(p) for _, _, p in slots(plain)]
