@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.graph.errors import note_raised
 
 
 class Array:
@@ -39,7 +40,9 @@ class Array:
 
 
 def _refuse(*_: object, **__: object) -> NoReturn:
-    raise RuntimeError(".numpy() is not supported in a trace, where something is computed of the array")
+    error = RuntimeError(".numpy() is not supported in a trace, where something is computed of the array")
+    note_raised(error)
+    raise error
 
 
 _SIDES = ("", "r", "i")

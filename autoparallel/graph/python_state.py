@@ -170,12 +170,15 @@ class PythonState:
             the name, the value.
         guards: all others.
         places: of each label where its value stands. Two places have two labels, also where the model calls both alike.
+        around: of values around the model what has them looked after, and then gives their labels (see
+            ``surroundings``).
         inputs: what was read of the inputs' values.
     """
 
     attributes: dict[str, tuple[Mapping[str, Any], str, Any]] = field(default_factory=dict)
     guards: dict[str, Guard] = field(default_factory=dict)
     places: dict[str, Hashable] = field(default_factory=dict)
+    around: dict[str, Callable[[], str | None]] = field(default_factory=dict)
     inputs: list[ValuesRead] = field(default_factory=list)
 
     def changed(self, leaves: Sequence[Any]) -> str | None:
@@ -212,31 +215,47 @@ class PythonState:
             before, now = self.guards[label].shown, shown(self.guards[label].read())
         return before, now if now != before else f"another {now.removeprefix('a ')}"
 
+    def numbers_of(self, label: str) -> tuple[Any, Any] | None:
+        """What a number was, and what it is now; None for another value."""
+        if label in self.attributes:
+            table, name, before = self.attributes[label]
+            now = table.get(name, MISSING)
+        elif label in self.guards and isinstance(frozen := self.guards[label].value, tuple):
+            before, now = frozen[-1], self.guards[label].read()
+        else:
+            return None
+        is_number = type(now) in (int, float) and type(now) is type(before)
+        return (before, now) if is_number else None
+
     def add(
         self, label: str, table: Mapping[str, Any], name: str, deep: bool = False, owner: object | None = None
-    ) -> None:
-        """Notes a value that is looked up in a dict; ``deep`` as for ``freeze``.
+    ) -> str:
+        """Notes a value that is looked up in a dict; ``deep`` as for ``freeze``. The label that it has got.
 
         Args:
             owner: whose dict that is, where it makes another one each time.
         """
         value, place = table.get(name, MISSING), (id(table if owner is None else owner), name)
         is_object = not deep and is_data(value) and not isinstance(value, _HOLDERS)
-        if value is MISSING or _cannot_change(value) or isinstance(value, OPAQUE) or is_object:
-            self.attributes[self._label_at(place, label)] = table, name, value
-        else:
-            self.watch(label, partial(table.get, name, MISSING), place, deep)
+        if not (value is MISSING or _cannot_change(value) or isinstance(value, OPAQUE) or is_object):
+            return self.watch(label, partial(table.get, name, MISSING), place, deep)
+        label = self._label_at(place, label)
+        self.attributes[label] = table, name, value
+        return label
 
-    def watch(self, label: str, read: Callable[[], Any], place: Hashable, deep: bool = False) -> None:
-        """Notes a value that a function reads at a place, which it keeps alive."""
+    def watch(self, label: str, read: Callable[[], Any], place: Hashable, deep: bool = False) -> str:
+        """Notes a value that a function reads at a place, which it keeps alive. The label that it has got."""
         value = read()
-        self.guards[self._label_at(place, label)] = Guard(read, freeze(value, deep), shown(value), deep)
+        label = self._label_at(place, label)
+        self.guards[label] = Guard(read, freeze(value, deep), shown(value), deep)
+        return label
 
     def merge(self, other: PythonState) -> None:
         """Notes what another trace has read, too."""
         labels = {label: self._label_at(place, label) for label, place in other.places.items()}
         self.attributes.update({labels[label]: read for label, read in other.attributes.items()})
         self.guards.update({labels[label]: guard for label, guard in other.guards.items()})
+        self.around.update({labels[label]: reach for label, reach in other.around.items()})
         self.inputs += other.inputs
 
     def _label_at(self, place: Hashable, label: str) -> str:

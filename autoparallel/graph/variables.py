@@ -6,7 +6,7 @@ import gc
 import sys
 from dataclasses import dataclass
 from functools import partial
-from types import CellType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from autoparallel.graph.python_state import MISSING
@@ -123,9 +123,11 @@ class PartialArgument(Variable):
         return {str(place): value for place, value in enumerate(self.owner.args)}
 
 
-def cells_of(value: Any, name: str) -> list[Variable]:
-    """The cells that hold an object, which a function calls by a name."""
-    cells = (Cell(x, name) for x in gc.get_referrers(value) if type(x) is CellType)
+def cells_of(code: CodeType, name: str, value: Any) -> list[Variable]:
+    """The cells by which functions that share a code call an object by a name."""
+    functions = [x for x in gc.get_referrers(code) if isinstance(x, FunctionType) and x.__code__ is code]
+    closures = [dict(zip(code.co_freevars, function.__closure__ or (), strict=True)) for function in functions]
+    cells = dict.fromkeys(Cell(closure[name], name) for closure in closures)
     return [cell for cell in cells if cell.read() is value]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -105,3 +106,21 @@ def test_microbatches_draw_what_the_batch_draws() -> None:
         with operators.plain_randomness(operators.RandomState(5, call)):
             expected = F.mse_loss(plain(x, value), x)
         assert torch.allclose(model(x, value, x), expected, rtol=1e-12)
+
+
+BETA = 1.0
+
+
+def test_numbers_around_the_model_are_open(traces: list[int]) -> None:
+    """A global, an entry of a namespace and a variable of this function: one trace more serves all values."""
+    global BETA
+    options, tau = Namespace(weight=1.0), 1.0
+    plain = Annealed(lambda h, x, n: h * BETA / tau + options.weight * x).eval()
+    model = autoparallel.compile(copy.deepcopy(plain))
+    counts = []
+    for value in VALUES:
+        BETA, options.weight, tau = value, 2 * value, 3 * value
+        x = torch.randn(4, 8)
+        torch.testing.assert_close(model(x), plain(x))
+        counts.append(len(traces))
+    assert counts[1:] == [counts[0] + 1] * 4

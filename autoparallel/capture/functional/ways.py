@@ -178,11 +178,12 @@ def _require_same_python(first: Way, second: Way, refused: Callable[[str], Captu
 
 
 def _require_same_memory(first: Way, second: Way, refused: Callable[[str], CaptureError]) -> None:
-    """Raises where only one of the ways returns or keeps what lies in memory that a way changes; where nobody does,
-    such a result is a copy."""
+    """Raises where only one of the ways returns or keeps what lies in memory that a way changes in place; where nobody
+    does, such a result is a copy."""
     ours, theirs = first.findings.memory, second.findings.memory
     changes = [*read_outputs(first.program)[0], *read_outputs(second.program)[0]]
     kinds, names = {kind for kind, _ in changes}, {str(target).removeprefix("model.") for _, target in changes}
+    names -= first.recorder.rebound | second.recorder.rebound
     for key in [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]:
         for shared in filter(None, (ours.pop(key, None), theirs.get(key))):
             owner = shared.owner

@@ -48,7 +48,7 @@ from autoparallel.graph.python_state import (
     is_plain,
     shown,
 )
-from autoparallel.graph.surroundings import surroundings_of
+from autoparallel.graph.surroundings import SCRIPT, Surroundings, surroundings_of
 from autoparallel.graph.variables import Attribute, Cell, Default, Global, Variable, arguments_of, cells_of
 
 _CACHE = type(cache(len))
@@ -214,9 +214,11 @@ class GlobalsRead:
         state = PythonState()
         for root in self._roots.values():
             if isinstance(root.variable, Global):
-                state.add(root.label, root.variable.owner, root.label, deep=True)
+                label = state.add(root.label, root.variable.owner, root.label, deep=True)
             else:
-                state.watch(root.label, root.read, root.key, deep=True)
+                label = state.watch(root.label, root.read, root.key, deep=True)
+            if type(root.value) in (int, float):
+                state.around[label] = partial(_look_after, root, self._surroundings)
         for key, (label, read) in self._links.items():
             if key not in self._roots:
                 state.watch(label, read, ("link", key))
@@ -363,7 +365,7 @@ class GlobalsRead:
             if looked_after or value is MISSING or name not in loads.bound and isinstance(value, _OF_TRACES):
                 continue
             if attributes and not is_plain(value) and not is_container(value):
-                find = partial(cells_of, value, name)
+                find = partial(cells_of, frame.f_code, name, value)
                 if is_data(value):
                     self._owners[id(value)] = value, find
                 self._add_chain(name, value, tuple(attributes), frame, find)
@@ -470,6 +472,17 @@ class GlobalsRead:
 
 def _alone(variable: Variable) -> list[Variable]:
     return [variable]
+
+
+def _look_after(root: Root, surroundings: Surroundings) -> str | None:
+    """Has a value looked after from now on; its label, or None where no variable has it."""
+    variables, rest = root.find(), root.label.partition(".")[2]
+    for variable in variables:
+        surroundings.add(variable)
+    if not variables:
+        return None
+    path = f"{SCRIPT}.{surroundings.name_of(variables[0])}"
+    return path if isinstance(variables[0], Attribute) or not rest else f"{path}.{rest}"
 
 
 def _explain_change(root: Root) -> Callable[[str], CaptureError]:

@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from autoparallel.capture.python.containers import everything_in, refill
+import numpy as np
+
+from autoparallel.capture.python.containers import everything_in, holds_the_same, refill
 from autoparallel.graph.generators import GENERATORS, set_state, state_of
-from autoparallel.graph.python_state import freeze, is_data
+from autoparallel.graph.python_state import MISSING, freeze, is_data
 from autoparallel.graph.variables import Cell, Variable
 
 Finder = Callable[[], Sequence[Variable]]
@@ -64,16 +66,30 @@ class Root:
         if self.read() is not self.value:
             self.write(self.value)
         for value, content in self._contents:
-            if isinstance(value, GENERATORS):
-                set_state(value, content)
-            elif content is not None:
-                refill(vars(value) if is_data(value) else value, content)
+            if content is not None:
+                _put_back(value, content)
 
 
 def _content_of(value: Any) -> Any:
     """A copy of what may change in a value itself; None for nothing."""
     if isinstance(value, GENERATORS):
         return state_of(value)
-    if isinstance(value, list | dict | set | deque):
+    if isinstance(value, list | dict | set | deque | np.ndarray):
         return value.copy()
     return dict(vars(value)) if is_data(value) else None
+
+
+def _put_back(value: Any, content: Any) -> None:
+    """Puts back what was in a value, where it has changed: other threads may have it, too."""
+    if isinstance(value, GENERATORS):
+        set_state(value, content)
+    elif isinstance(value, np.ndarray):
+        if value.flags.writeable:
+            value[...] = content
+    elif is_data(value):
+        attributes = vars(value)
+        for name in attributes.keys() - content.keys():
+            del attributes[name]
+        attributes.update({name: x for name, x in content.items() if attributes.get(name, MISSING) is not x})
+    elif not holds_the_same(value, content):
+        refill(value, content)

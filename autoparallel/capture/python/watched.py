@@ -34,7 +34,7 @@ class Watched:
         tables: of a module the buffers, parameters and modules that there were.
         ignored: names that libraries write for themselves.
         carried: what a call is given in the place of attributes that it changes, by name.
-        carried_names: of which it was given something in any run, where nobody notes which are read then.
+        carried_names: of which it was given something in any run; of some objects nobody notes what is read.
     """
 
     path: str
@@ -60,6 +60,7 @@ class Watched:
         """Puts in the place of an attribute what a call is given."""
         tables = self._tables()
         self.carried[name] = value
+        self.carried_names.add(name)
         if isinstance(value, torch.Tensor):
             self._versions[name] = value._version
         self._stood_there[name] = [(table, table.get(name, MISSING)) for table in tables]
@@ -121,10 +122,6 @@ class WatchedVariables(Watched):
     """
 
     stood: dict[str, Any] = field(default_factory=dict)
-
-    def carry(self, name: str, value: Any) -> None:
-        self.carried_names.add(name)
-        super().carry(name, value)
 
     def enter(self) -> None:
         """Binds the variables to what the copy has."""

@@ -1,8 +1,9 @@
-"""Numbers that the loop sets between calls: ``for m in dropouts: m.p = rate``, ``model.step = step``.
+"""Numbers that the loop sets between calls: ``for m in dropouts: m.p = rate``, ``model.step = step``, and around the
+model ``args.beta = beta``.
 
-A value of Python's that has changed makes another kind of call.  A number of the model's that has, and nothing beside
-such numbers, is given to calls as those that they change themselves (see ``graph.carried_attributes``), so that one
-trace serves all its values.  Where the model fixes what it computes by it, it is read into the trace as before.
+A value of Python's that has changed makes another kind of call.  A number that has, and nothing beside such numbers,
+is given to calls as those that they change themselves (see ``graph.carried_attributes``), so that one trace serves all
+its values.  Where the model fixes what it computes by it, it is read into the trace as before.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from autoparallel.graph.calls import NUMBERS
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.carried_attributes import may_be_carried
 from autoparallel.graph.plain_tensors import attribute_at
@@ -21,7 +21,7 @@ from autoparallel.text import LOGGER
 
 
 class NumbersSet:
-    """The numbers of a model that the loop has set.
+    """The numbers of a model, or around it, that the loop has set.
 
     Attributes:
         labels: of those that calls are given.
@@ -44,12 +44,17 @@ class NumbersSet:
         """
         numbers: dict[str, Any] = {}
         for label in states[-1].changes(values) if states else ():
-            table, name, before = states[-1].attributes.get(label, ({}, "", MISSING))
-            now = table.get(name, MISSING)
-            is_number = type(now) in NUMBERS and type(now) is type(before) and may_be_carried(now)
-            if not is_number or label in self.fixed or _value_at(model, label, loss_fn) is not now:
+            change = states[-1].numbers_of(label)
+            if change is None or not may_be_carried(change[1]) or label in self.fixed:
                 return {}
-            numbers[label] = before
+            if _value_at(model, label, loss_fn) is not change[1]:  # it is none of the model's
+                look_after = states[-1].around.get(label)
+                label = "" if look_after is None else look_after() or ""
+                if not label or label in self.fixed:
+                    return {}
+            if label in self.labels:  # it is read where it is not given
+                return {}
+            numbers[label] = change[0]
         if numbers:
             self.labels |= numbers.keys()
             label, before = next(iter(numbers.items()))

@@ -105,11 +105,11 @@ CALLS = 0
 class CountsGlobally(Two):
     def forward(self, x: Tensor) -> Tensor:
         global CALLS
-        CALLS += 1  # refused
+        CALLS += 1
         return self.a(x) / CALLS
 
 
-@program(refused=".")
+@program(observe=lambda _: CALLS, ranks=True)
 def global_counter() -> nn.Module:
     global CALLS
     CALLS = 0
@@ -131,7 +131,7 @@ class ClassCounter(Two):
         return self.a(x) / self.count
 
 
-@program(refused=".")
+@program(ranks=True)
 class CellCounter(Two):
     """A counter in a closure's cell."""
 
@@ -141,13 +141,13 @@ class CellCounter(Two):
 
         def count() -> int:
             nonlocal n
-            n += 1  # refused
+            n += 1
             return n
 
         self.count = count
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) / self.count()  # refused
+        return self.a(x) / self.count()
 
 
 @program(refused=".")

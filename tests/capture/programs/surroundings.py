@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
@@ -341,3 +343,42 @@ def keeps_an_object_that_cannot_be_copied(run: Run) -> None:
     model = two()
     model[0].register_forward_hook(lambda m, args, out: writer.values.append(out.mean().item()))
     _train(run, run.compile(model.double()), lambda: list(writer.values))
+
+
+OPTIONS = Namespace(beta=1.0, schedule=SimpleNamespace(tau=1.0))
+STEP = 0
+
+
+@loop(ranks=True)
+def numbers_that_the_loop_sets_around_the_model(run: Run) -> None:
+    """A global, one of an object's, and a variable of an outer function."""
+    global STEP
+    STEP, OPTIONS.beta, weight = 0, 1.0, 0.5
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output * min(1.0, STEP / 4), target) + OPTIONS.beta * output.square().mean() * weight
+
+    model = run.compile(two().double(), loss_fn)
+    optimizer = sgd(model)
+    for step in range(12):
+        STEP, OPTIONS.beta, OPTIONS.schedule.tau, weight = step, 1.0 / (step + 1), 3.0 - step / 8, 0.5 + step
+        model(numbers(4, 8, seed=step), numbers(4, 8, seed=step + 9)).backward()
+        finish(run, model, optimizer)
+
+
+@loop()
+def count_that_the_loop_sets_around_the_model(run: Run) -> None:
+    """What the model fixes by it has a trace for each value; another number is set beside it."""
+    rounds, options = 1, Namespace(scale=1.0)
+
+    def repeat(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        for _ in range(rounds):
+            output = output * options.scale
+        return output
+
+    model = two()
+    model[0].register_forward_hook(repeat)
+    model = run.compile(model.double())
+    for step in range(6):
+        rounds, options.scale = 1 + step % 2, 1.0 / (step + 1)
+        run.note("output", model(numbers(4, 8, seed=step)))
