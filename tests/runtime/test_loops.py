@@ -302,6 +302,8 @@ def test_export_is_given_the_plain_model() -> None:
     expected = model(x)
     with pytest.raises(RuntimeError, match=r"model.whole\(\) as plain: torch.export.export"):
         torch.export.export(model, (x,))
+    with pytest.raises(RuntimeError, match=r"model.whole\(\) as plain: torch.export.export"):
+        torch.jit._get_trace_graph(model, (x,))  # as torch.onnx.export(dynamo=False) does
     with model.whole() as plain:
         program = torch.export.export(plain, (x,))
     assert off(program.module()(x), expected) == 0

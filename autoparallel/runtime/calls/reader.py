@@ -54,7 +54,7 @@ class CallReader:
 
         Raises:
             RuntimeError: under a transform of ``torch.func``, where ranks cannot even tell each other of it, and under
-                ``torch.export``.
+                ``torch.export``, or ``torch.onnx.export`` of either kind.
         """
         if _torch.autograd.is_transforming() or _torch.autograd.is_dual_level():
             raise RuntimeError(
@@ -62,7 +62,7 @@ class CallReader:
                 "model\n"
                 "What to change: transform inside of the model's forward, or the plain model (model.whole())."
             )
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise RuntimeError(
                 "torch.export (and torch.onnx.export) cannot see into a compiled model\n"
                 "What to change: export the plain one: `with model.whole() as plain: torch.export.export(plain, args)`."
