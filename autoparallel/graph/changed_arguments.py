@@ -196,7 +196,7 @@ def change_entries(container: Any, gone: list[Any] | None, new: Container) -> No
         container.clear()
     elif isinstance(container, dict):
         for key in gone:
-            del container[key]
+            container.pop(key, None)
     elif gone:
         while len(container) > gone[0]:
             container.pop()

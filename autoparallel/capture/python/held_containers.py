@@ -108,11 +108,13 @@ class HeldContainers:
         """Whether an attribute is a journal, or holds one."""
         return any(place.is_in(watched, name) for _, places in self._journals for place in places)
 
-    def read_of(self, watched: Watched, name: str) -> tuple[list[str], list[str]]:
-        """What in an attribute is no part of a trace: the labels of entries that the run was given, and of journals."""
+    def read_of(self, watched: Watched, name: str) -> tuple[list[str], dict[str, bool]]:
+        """What in an attribute is no part of a trace: the labels of entries that the run was given, and of journals, of
+        which the keys may be."""
         given_entries = [label for place, label in self._inputs.places if place.is_in(watched, name)]
-        journals = [x.label for _, places in self._journals for x in places if x.is_in(watched, name)]
-        return given_entries, journals
+        read = [(x.label, journal.reads_keys) for journal, places in self._journals for x in places
+                if x.is_in(watched, name)]  # fmt: skip
+        return given_entries, dict(read)
 
     def shared(self) -> Iterator[list[Place]]:
         """The places, as far as they were read, of each container of which not all is part of a trace."""

@@ -55,7 +55,7 @@ def _reads_all(kind: type, names: Iterable[str]) -> Callable[[type[Journal]], ty
         method = getattr(kind, name)
 
         def read(self: Journal, *args: Any, **kwargs: Any) -> Any:
-            self.require(not self.keeps)
+            self.require(self.has_all())
             return method(self, *args, **kwargs)
 
         return read
@@ -76,16 +76,22 @@ class Journal:
         kind: what it stands for.
         label: where the model has that.
         keeps: whether what was there before is still there.
+        reads_keys: whether the call counts on which keys there were before.
     """
 
     kind: type
     label: str
     keeps: bool
+    reads_keys = False
 
-    def begin(self, label: str) -> Journal:
+    def begin(self, label: str, container: Any) -> Journal:
         """Stands for the container with this label from now on."""
         self.label, self.keeps = label, True
         return self
+
+    def has_all(self) -> bool:
+        """Whether all that the container holds by now is the call's."""
+        return not self.keeps
 
     def require(self, holds: bool) -> None:
         """Refuses a read of what was there before, unless something holds."""
@@ -115,9 +121,9 @@ _SEQUENCE = (
 
 
 class _Sequence(Journal):
-    def begin(self: Any, label: str) -> Journal:
+    def begin(self: Any, label: str, container: Any) -> Journal:
         self.append(_EARLIER)
-        return super().begin(label)
+        return super().begin(label, container)
 
     def __getitem__(self: Any, place: Any) -> Any:
         """An entry that the call has added, counted from the end; all of them where it has emptied the list."""
@@ -147,7 +153,25 @@ class _Deque(_Sequence, deque[Any]):
     ),
 )  # fmt: skip
 class _Dict(Journal, dict[Any, Any]):
-    """By keys: what the call has set it may read."""
+    """By keys: what the call has set it may read; and all, where it has set all that was there before.
+
+    Attributes:
+        earlier: the keys that there were.
+        gone: those that the call has taken out, perhaps to set them again.
+    """
+
+    def begin(self, label: str, container: Any) -> Journal:
+        self.earlier, self.gone, self.reads_keys = tuple(container), dict[Any, None](), False
+        return super().begin(label, container)
+
+    def has_all(self) -> bool:
+        if self.keeps and all(dict.__contains__(self, key) or key in self.gone for key in self.earlier):
+            self.reads_keys = True
+            in_order = [key for key in self.earlier if dict.__contains__(self, key) and key not in self.gone]
+            entries = {key: dict.__getitem__(self, key) for key in dict.fromkeys((*in_order, *dict.keys(self)))}
+            dict.clear(self)
+            dict.update(self, entries)
+        return not self.keeps or self.reads_keys
 
     def update(self, *entries: Any, **more: Any) -> None:
         super().update(dict(*entries, **more))
@@ -159,12 +183,19 @@ class _Dict(Journal, dict[Any, Any]):
     def added(self) -> Container:
         return dict(dict.items(self))
 
+    def change(self) -> Entries | None:
+        change = super().change()
+        gone = list(self.gone) if self.keeps else None
+        return (gone, self.added()) if gone or change else None
+
 
 def _reads_key(name: str) -> Callable[..., Any]:
     method = getattr(dict, name)
 
     def read(self: _Dict, key: Any, *rest: Any) -> Any:
-        self.require(not self.keeps or dict.__contains__(self, key))
+        self.require(not self.keeps or dict.__contains__(self, key) or key in self.gone)
+        if name in ("__delitem__", "pop") and dict.__contains__(self, key):
+            self.gone[key] = None
         return method(self, key, *rest)
 
     return read
@@ -196,7 +227,7 @@ KINDS: Mapping[type, type[Journal]] = {list: _List, deque: _Deque, dict: _Dict, 
 def without_journals(value: Any) -> Any:
     """What a call returns, with plain containers in the places of journals, which it must have emptied."""
     if isinstance(value, Journal):
-        value.require(not value.keeps)
+        value.require(value.has_all())
     elif type(value) not in (list, tuple, dict):
         return value
     kind = getattr(value, "kind", type(value))
@@ -209,4 +240,4 @@ def journal_of(container: Any, label: str) -> Journal:
     """What stands for a container of one of these kinds."""
     kind: Any = KINDS[type(container)]
     journal: Journal = kind(maxlen=container.maxlen) if isinstance(container, deque) else kind()
-    return journal.begin(label)
+    return journal.begin(label, container)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,18 +73,18 @@ def places_of(watched: Iterable[Watched]) -> Iterator[tuple[Place, Any]]:
                 yield Place(holder, name, entry), container
 
 
-def masked(value: Any, label: str, left_out: Collection[str], journals: Collection[str]) -> Any:
+def masked(value: Any, label: str, left_out: Collection[str], journals: Mapping[str, bool]) -> Any:
     """What a trace depends on of a container, of which some entries are no part of it.
 
     Args:
         label: that of the container.
         left_out: the labels of entries that calls are given.
-        journals: the labels of containers to which a call only adds.
+        journals: the labels of containers to which a call only adds, and whether their keys are a part.
     """
     if label in left_out:
         return "given"
     if label in journals:
-        return type(value)
+        return (type(value), *value) if journals[label] else type(value)
     if not any(other.startswith(f"{label}[") for other in (*left_out, *journals)):
         return value
     if not isinstance(value, list | dict | tuple) and not hasattr(value, "maxlen"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +17,11 @@ from autoparallel.graph.python_state import MISSING, PythonState, slots_of
 
 
 def note_read(
-    state: PythonState, watched: Watched, name: str, left_out: Collection[str] = (), journals: Collection[str] = ()
+    state: PythonState,
+    watched: Watched,
+    name: str,
+    left_out: Collection[str] = (),
+    journals: Mapping[str, bool] = MappingProxyType({}),
 ) -> None:
     """Notes an attribute that a run has read of an object before it was written.
 

@@ -144,3 +144,55 @@ class StacksItsHistory(Logging):
         h = self.a(x)
         self.log.append(h.detach().mean())
         return self.b(h) + torch.stack(self.log).sum()  # refused
+
+
+@loop(ranks=True)
+def losses_by_name_are_summed(run: Run) -> None:
+    """A call sets all that there was before, so that it may read all."""
+
+    class Losses(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: dict[str, Any] = {"second": 0.0, "first": 0.0}
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            h = self.a(x)
+            self.losses["first"] = h.mean()
+            self.losses["second"] = self.b(h).square().mean()
+            return {**self.losses, "sum": sum(self.losses.values())}
+
+    model = run.compile(Losses().double())
+    optimizer = sgd(model)
+    for step in range(6):
+        losses = model(numbers(4, 8, seed=step))
+        losses["sum"].backward()
+        run.note("losses", [losses, model.losses])
+        finish(run, model, optimizer)
+        if step == 3:
+            model.losses = {"first": 0.0, "second": 0.0}
+
+
+@loop(ranks=True)
+def entries_are_taken_out(run: Run) -> None:
+    """What a call has set it takes out again, and with it what stood there."""
+
+    class Passing(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stats: dict[str, Any] = {"mean": 0.0, "kept": 1.0}
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            self.stats["mean"] = h.mean()
+            h = h + self.stats.pop("mean")
+            self.stats["sum"] = h.detach().sum()
+            del self.stats["sum"]
+            self.stats["sum"] = h.detach().mean()
+            return self.b(h) if "mean" not in self.stats else h
+
+    model = run.compile(Passing().double())
+    for step in range(4):
+        run.note("output", model(numbers(4, 8, seed=step)))
+        run.note("stats", model.stats)
+        if step == 1:
+            model.stats["mean"] = 5.0
