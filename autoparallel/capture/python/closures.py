@@ -96,8 +96,10 @@ class Closures:
 
 def partials_of(model: nn.Module) -> list[partial[Any]]:
     """The ``functools.partial``s that modules hold, as hooks, too."""
-    values = everything_in([[*vars(module).values()] for module in model.modules()])
-    return [value for value in values if isinstance(value, partial)]
+    tables = ("_parameters", "_buffers", "_modules")
+    attributes = (x for module in model.modules() for name, x in vars(module).items() if name not in tables)
+    held = [x for x in attributes if isinstance(x, partial) or isinstance(x, list | tuple | dict) and x]
+    return [value for value in everything_in(held) if isinstance(value, partial)]
 
 
 def _functions_in(value: Any) -> Iterator[FunctionType]:
