@@ -48,7 +48,7 @@ from autoparallel.graph.python_state import (
     is_plain,
     shown,
 )
-from autoparallel.graph.surroundings import SCRIPT, Surroundings, surroundings_of
+from autoparallel.graph.surroundings import surroundings_of
 from autoparallel.graph.variables import Attribute, Cell, Default, Global, Variable, arguments_of, cells_of
 
 _CACHE = type(cache(len))
@@ -218,7 +218,7 @@ class GlobalsRead:
             else:
                 label = state.watch(root.label, root.read, root.key, deep=True)
             if type(root.value) in (int, float):
-                state.around[label] = partial(_look_after, root, self._surroundings)
+                state.around[label] = partial(root.look_after, self._surroundings)
         for key, (label, read) in self._links.items():
             if key not in self._roots:
                 state.watch(label, read, ("link", key))
@@ -472,17 +472,6 @@ class GlobalsRead:
 
 def _alone(variable: Variable) -> list[Variable]:
     return [variable]
-
-
-def _look_after(root: Root, surroundings: Surroundings) -> str | None:
-    """Has a value looked after from now on; its label, or None where no variable has it."""
-    variables, rest = root.find(), root.label.partition(".")[2]
-    for variable in variables:
-        surroundings.add(variable)
-    if not variables:
-        return None
-    path = f"{SCRIPT}.{surroundings.name_of(variables[0])}"
-    return path if isinstance(variables[0], Attribute) or not rest else f"{path}.{rest}"
 
 
 def _explain_change(root: Root) -> Callable[[str], CaptureError]:

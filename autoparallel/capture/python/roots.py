@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from autoparallel.capture.python.containers import everything_in, holds_the_same, refill
 from autoparallel.graph.generators import GENERATORS, set_state, state_of
 from autoparallel.graph.python_state import MISSING, freeze, is_data
-from autoparallel.graph.variables import Cell, Variable
+from autoparallel.graph.surroundings import SCRIPT, TRACED, Surroundings
+from autoparallel.graph.variables import Attribute, Cell, Variable
 
 Finder = Callable[[], Sequence[Variable]]
 """Finds the variables that have an object."""
@@ -58,6 +62,17 @@ class Root:
         """Whether it is a cell that no function has any more."""
         return isinstance(self.variable, Cell) and self.variable.is_left()
 
+    def look_after(self, surroundings: Surroundings) -> str | None:
+        """Has its value, a number, looked after from now on; the label that it has then, or None where no variable has
+        it, or one that holds too much to be copied for each trace."""
+        variables, rest = self.find(), self.label.partition(".")[2]
+        if not variables or not all(_is_copied_soon(variable.read()) for variable in variables):
+            return None
+        for variable in variables:
+            surroundings.add(variable)
+        path = f"{SCRIPT}.{surroundings.name_of(variables[0])}"
+        return path if isinstance(variables[0], Attribute) or not rest else f"{path}.{rest}"
+
     def changed(self) -> bool:
         return freeze(self.read(), deep=True) != self.frozen
 
@@ -68,6 +83,25 @@ class Root:
         for value, content in self._contents:
             if content is not None:
                 _put_back(value, content)
+
+
+def _is_copied_soon(value: Any) -> bool:
+    """Whether ``copy.deepcopy`` makes a copy of a value, without much work."""
+    memo: dict[int, Any] = {id(TRACED): TRACED}
+    for count, x in enumerate(everything_in(value)):
+        if isinstance(x, torch.Tensor | nn.Module):
+            memo[id(x)] = x
+        if count > _MOST_COPIED:
+            return False
+    try:
+        copy.deepcopy(value, memo)
+    except Exception:  # noqa: BLE001 - whatever an object that has a file or a lock raises
+        return False
+    return True
+
+
+_MOST_COPIED = 1000
+"""So many lists and objects may be in what is copied for a number."""
 
 
 def _content_of(value: Any) -> Any:
