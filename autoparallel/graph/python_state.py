@@ -25,6 +25,7 @@ from torch.distributions import Distribution
 from torch.nn.attention.flex_attention import BlockMask
 
 from autoparallel import _torch
+from autoparallel.graph.arrays import Array
 from autoparallel.graph.generators import GENERATORS, state_of
 from autoparallel.graph.input_values import ValuesRead
 from autoparallel.operators.opaque import CONSTANTS
@@ -271,7 +272,7 @@ def shown(value: Any) -> str:
     """A value in a message, in short."""
     if value is MISSING:
         return "nothing"
-    if isinstance(value, Sized) and not is_plain(value) and not isinstance(value, torch.Tensor):
+    if isinstance(value, Sized) and not is_plain(value) and not isinstance(value, torch.Tensor | Array):
         return f"a {type(value).__name__} of {len(value)}"
     text = repr(value) if is_plain(value) else getattr(value, "__name__", None) or f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -17,7 +17,10 @@ from torch import nn
 
 from autoparallel import _torch
 from autoparallel.capture.python.containers import everything_in
+from autoparallel.capture.python.loads import loads_of
 from autoparallel.graph.python_state import MISSING, PythonState
+from autoparallel.graph.surroundings import surroundings_of
+from autoparallel.graph.variables import Cell
 
 
 class Closures:
@@ -33,16 +36,17 @@ class Closures:
         self._inside = {id(module) for module in model.modules()} | {*memo}
         self._cells: dict[int, tuple[CellType, CellType]] = {}
         self._functions: dict[int, FunctionType | None] = {}
+        self._registered = {*map(id, (*_torch.tensors.parameters_of(model), *model.buffers()))}
+        self._surroundings = surroundings_of(model)
         for module in model.modules():
             for value in vars(module).values():
                 for function in _functions_in(value):
                     self._follow(function)
-        registered = {*map(id, (*_torch.tensors.parameters_of(model), *model.buffers()))}
         for partly in partials_of(model):  # what a run changes of their arguments is looked after
             arguments = *partly.args, *partly.keywords.values()
             reaches = any(isinstance(x, torch.Tensor) or self._reaches(x) for x in (partly.func, *arguments))
             held = everything_in(arguments)
-            if not reaches and not any(isinstance(x, nn.Module) or id(x) in registered for x in held):
+            if not reaches and not any(isinstance(x, nn.Module) or id(x) in self._registered for x in held):
                 memo[id(partly)] = partly
 
     def fill(self, copied: nn.Module) -> None:
@@ -73,8 +77,12 @@ class Closures:
             return self._functions[id(function)] is not None
         self._functions[id(function)] = None
         cells = []
-        for cell in function.__closure__ or ():
-            if id(cell) not in self._cells and self._reaches(contents_of(cell)):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            value = contents_of(cell)
+            is_bound = name in loads_of(function.__code__).bound or self._surroundings.name_of(Cell(cell, name))
+            if isinstance(value, torch.Tensor) and id(value) not in self._registered and is_bound:
+                pass  # what a run binds it to is looked after
+            elif id(cell) not in self._cells and self._reaches(value):
                 self._cells[id(cell)] = cell, CellType()
             cells.append(self._cells[id(cell)][1] if id(cell) in self._cells else cell)
         if all(ours is theirs for ours, theirs in zip(cells, function.__closure__ or (), strict=True)):

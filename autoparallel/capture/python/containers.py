@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -126,7 +126,7 @@ def everything_in(value: Any) -> Iterator[Any]:
             left.extend(value.values() if isinstance(value, dict) else value)
         elif isinstance(value, partial):
             left.extend((value.func, value.args, value.keywords))
-        elif is_data(value):
+        elif is_data(value) or isinstance(value, UserDict | UserList):
             left.extend(vars(value).values())
 
 

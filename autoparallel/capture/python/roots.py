@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 from autoparallel.capture.python.containers import everything_in, holds_the_same, refill
 from autoparallel.graph.generators import GENERATORS, set_state, state_of
-from autoparallel.graph.python_state import MISSING, freeze, is_data
+from autoparallel.graph.python_state import MISSING, freeze, is_data, slots_of
 from autoparallel.graph.surroundings import SCRIPT, TRACED, Surroundings
 from autoparallel.graph.variables import Attribute, Cell, Variable
 
@@ -110,7 +111,10 @@ def _content_of(value: Any) -> Any:
         return state_of(value)
     if isinstance(value, list | dict | set | deque | np.ndarray):
         return value.copy()
-    return dict(vars(value)) if is_data(value) else None
+    if isinstance(value, array | bytearray):
+        return value[:]
+    slots = {name: getattr(value, name, MISSING) for name in slots_of(value)}
+    return (dict(vars(value)) if is_data(value) else {}, slots) if is_data(value) or slots else None
 
 
 def _put_back(value: Any, content: Any) -> None:
@@ -120,10 +124,16 @@ def _put_back(value: Any, content: Any) -> None:
     elif isinstance(value, np.ndarray):
         if value.flags.writeable:
             value[...] = content
-    elif is_data(value):
-        attributes = vars(value)
+    elif isinstance(value, array | bytearray):
+        value[:] = content
+    elif isinstance(content, tuple):
+        content, slots = content
+        attributes = vars(value) if is_data(value) else {}
         for name in attributes.keys() - content.keys():
             del attributes[name]
         attributes.update({name: x for name, x in content.items() if attributes.get(name, MISSING) is not x})
+        for name, x in slots.items():
+            if x is not getattr(value, name, MISSING):
+                delattr(value, name) if x is MISSING else object.__setattr__(value, name, x)
     elif not holds_the_same(value, content):
         refill(value, content)

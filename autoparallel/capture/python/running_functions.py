@@ -5,20 +5,21 @@ from __future__ import annotations
 import gc
 import inspect
 import types
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import UserList, deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from autoparallel.capture.python.closures import contents_of
-from autoparallel.graph.generators import GENERATORS
+from autoparallel.capture.python.containers import BY_VALUE
 from autoparallel.graph.python_state import MISSING, is_data, is_plain, slots_of
 
-_CONTAINERS = (list, dict, set, tuple, deque, *GENERATORS)
+_CONTAINERS = (list, dict, set, tuple, deque, *BY_VALUE)
 
 
 def is_container(value: Any) -> bool:
     """Whether a value is compared as a whole, whatever is read of it."""
-    return isinstance(value, _CONTAINERS) or bool(slots_of(value)) and not is_data(value)
+    is_held = isinstance(value, Mapping | UserList) or bool(slots_of(value))
+    return isinstance(value, _CONTAINERS) or is_held and not is_data(value)
 
 
 def cells_of_frame(code: types.CodeType, values: dict[str, Any]) -> dict[str, types.CellType]:

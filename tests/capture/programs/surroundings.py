@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from argparse import Namespace
-from collections import Counter, defaultdict
+from collections import ChainMap, Counter, UserList, defaultdict
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -328,6 +329,90 @@ def two_models_that_share_a_dict(run: Run) -> None:
         for model in models:
             model(numbers(4, 8, seed=step))
             run.note("features", dict(FEATURES))
+
+
+@loop(ranks=True)
+def variables_that_share_a_list_and_a_dict(run: Run) -> None:
+    """The second hook finds changed by the first what both know, under names of their own."""
+    HISTORY.clear()
+    values, counts = HISTORY, {"calls": 0}
+    same = counts
+
+    def first(module: nn.Module, args: Any, output: Tensor) -> None:
+        values.append(output.detach().mean())
+        counts["calls"] += 1
+
+    def last(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        HISTORY.append(output.sum().item())
+        same["calls"] += 2
+        return output * same["calls"]
+
+    model = two()
+    model[0].register_forward_hook(first)
+    model[2].register_forward_hook(last)
+    _train(run, run.compile(model.double()), lambda: [list(values), dict(counts)])
+
+
+@loop(ranks=True)
+def tensor_of_a_closure_that_is_replaced(run: Run) -> None:
+    """It is bound to a tensor from the start, and another hook reads it."""
+    average = numbers(8, seed=9)
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        nonlocal average
+        average = 0.9 * average + 0.1 * output.detach().mean(0)
+
+    model = two()
+    model[2].register_forward_hook(lambda m, args, out: out - average)
+    model[2].register_forward_hook(keep)
+    _train(run, run.compile(model.double()), lambda: average)
+
+
+@loop(refused="a call changes the script.marks, a bytearray that outlives it")
+def appends_to_a_bytearray(run: Run) -> None:
+    marks = bytearray(b"ab")
+    model = two()
+    model[0].register_forward_hook(lambda m, args, out: marks.append(7))
+    _train(run, run.compile(model.double()), lambda: list(marks))
+
+
+@loop(refused="a call changes the script.totals, a ndarray that outlives it")
+def fills_an_array(run: Run) -> None:
+    totals = np.zeros(3)
+    model = two()
+    model[0].register_forward_hook(lambda m, args, out: totals.fill(7.0))
+    _train(run, run.compile(model.double()), lambda: totals.tolist())
+
+
+@loop(refused="a call changes what it reads: the script.state.maps is a ndarray of 2 before it and a Array after it")
+def replaces_an_array_of_an_object(run: Run) -> None:
+    state = SimpleNamespace(maps=np.zeros(2))
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        state.maps = output.detach().numpy()
+
+    model = two()
+    model[0].register_forward_hook(keep)
+    _train(run, run.compile(model.double()), lambda: state.maps.tolist())
+
+
+@loop()
+def containers_of_libraries_that_the_loop_changes(run: Run) -> None:
+    """They are read by their methods alone."""
+    scales, array, options = UserList([1.0]), np.ones(3), {"gain": 1.0}
+    chain, proxy = ChainMap({}, options), MappingProxyType(options)
+
+    def scale(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * scales.count(1.0) * float(array.sum()) * chain.get("gain") + proxy.get("gain")
+
+    model = two()
+    model[0].register_forward_hook(scale)
+    model = run.compile(model.double())
+    for step in range(STEPS):
+        run.note("output", model(numbers(4, 8, seed=step)))
+        scales.append(1.0)
+        array[step % 3] += 1.0
+        options["gain"] += 1.0
 
 
 @loop(refused="keep it in an attribute of the model", line=False)
