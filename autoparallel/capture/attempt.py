@@ -46,10 +46,12 @@ from autoparallel.capture.python.loss_functions import owners_of, packages_of, r
 from autoparallel.capture.refusals.failures import error_of_call, explain_failure, is_raised_by_model, place_of
 from autoparallel.capture.refusals.refusals import (
     INSTEAD_OF_WAYS,
+    require_gradients_apart,
     require_gradients_of_parameters,
     require_own_dtype,
     require_own_memory,
     require_values_of_parameters,
+    trained_apart,
 )
 from autoparallel.capture.tracing.drawn_numbers import depends_on_draws, require_dropped
 from autoparallel.capture.tracing.inputs_read import InputsRead
@@ -177,6 +179,7 @@ class Attempt:
         self.rehearsals: list[Trace] = []
         self.asked_at: str | None = None
         self.reads_values = self.has_open_whole = False
+        self.trained_apart: list[torch.Tensor] = []
         self._of_next: PythonState | None = None
         settings = self.settings
         self.scale = scale_of(settings.least_batch, settings.batch)
@@ -209,9 +212,11 @@ class Attempt:
         self.rehearsals.append(self._trace_of(wrapper, [], answers=answers, **tables))
         with everything_seen(self.rehearsals[-1]):
             try:
-                return wrapper(*self.inputs.arguments)
+                results = wrapper(*self.inputs.arguments)
             finally:
                 require_dropped(self.rehearsals[-1])
+        self.trained_apart = trained_apart(results)
+        return results
 
     def _trace_of(self, wrapper: Training, questions: list[Question], **options: Any) -> Trace:
         """What a trace of a copy of the model notes beside operators.
@@ -267,6 +272,7 @@ class Attempt:
         captured.rest_dtypes = {name: p.dtype for name, p in parameters if fakes[id(p)].dtype != p.dtype}
         require_own_dtype(captured)
         require_own_memory(captured, self.model)
+        require_gradients_apart(captured, self.trained_apart, settings.ranks)
         if settings.ranks > 1:
             require_values_of_parameters(captured, self.model)
         if settings.ranks > 1 and settings.gradients:

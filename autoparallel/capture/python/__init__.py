@@ -6,7 +6,8 @@
   ``observed_classes`` tell it, and ``containers`` are what it compares: ``held_containers`` are those of the copy,
   ``journals`` stand for those to which a call only adds, ``given_entries`` are of those that it reads and changes;
   ``places`` tell where they are.
-- ``closures``: functions and weak references that a model holds, and that reach into it.
+- ``closures``: functions and weak references that a model holds, and that reach into it; ``modules_apart`` are those of
+  torch that functions reach beside it.
 - ``globals_read``: finds the globals and closures that functions read, and draws of Python's and numpy's generators;
   ``loads`` are what byte code says of a function, ``roots`` the places that it loads from; ``loss_functions`` bring
   more along; ``running_functions`` are behind frames.

@@ -30,6 +30,14 @@ from autoparallel.capture.python.closures import partials_of
 from autoparallel.capture.python.containers import objects_in
 from autoparallel.capture.python.kinds_of_numbers import is_stand_in
 from autoparallel.capture.python.loads import Loads, loads_of
+from autoparallel.capture.python.modules_apart import (
+    AttributesOfModule,
+    attributes_of,
+    modules_apart,
+    refused_change,
+    set_attributes,
+)
+from autoparallel.capture.python.observed_classes import is_observed
 from autoparallel.capture.python.roots import Finder, Root, find_nothing
 from autoparallel.capture.python.running_functions import cells_of_frame, functions_before, is_container, may_change
 from autoparallel.graph.errors import CaptureError, refusal, refused_draw
@@ -166,6 +174,7 @@ class GlobalsRead:
         changed = [root for root in self._roots.values() if root.changed()]
         for root in changed:
             root.now = shown(root.read())
+        for root in reversed(changed):  # what two places have was first looked at before the run changed it
             root.restore()
         if kind is None or issubclass(kind, Exception) and not issubclass(kind, CaptureError):
             if drawn:
@@ -295,6 +304,7 @@ class GlobalsRead:
                         f"in {line_of_frame(frame)}: what is traced, a copy, is not among them\n"
                         "What to change: keep what is there in attributes of the modules."
                     )
+            self._note_module(value, name, frame)
             if attributes and not is_plain(value) and not is_container(value):
                 find = partial(_alone, variable)
                 if is_data(value) and not installed:
@@ -364,6 +374,7 @@ class GlobalsRead:
                 self.names.add(looked_after)
             if looked_after or value is MISSING or name not in loads.bound and isinstance(value, _OF_TRACES):
                 continue
+            self._note_module(value, name, frame)
             if attributes and not is_plain(value) and not is_container(value):
                 find = partial(cells_of, frame.f_code, name, value)
                 if is_data(value):
@@ -424,6 +435,7 @@ class GlobalsRead:
         if isinstance(inside, type) and len(attributes) > 1:
             self._add_chain(f"{label}.{name}", inside, attributes[1:], frame)
             return
+        self._note_module(inside, f"{label}.{name}", frame)
         if inside is MISSING or isinstance(inside, OPAQUE) or hasattr(inside, "__get__"):
             return
         if not is_plain(inside) and len(attributes) > 1 and not is_container(inside):
@@ -433,6 +445,13 @@ class GlobalsRead:
             return
         read, write = partial(getattr, value, name, MISSING), partial(setattr, value, name)
         self._add((id(value), name), f"{label}.{name}", read, write, frame, find)
+
+    def _note_module(self, value: Any, label: str, frame: types.FrameType) -> None:
+        """Notes what a module has that is no part of the model, as it may be called."""
+        if isinstance(value, torch.nn.Module) and (id(value), "all") not in self._roots and not is_observed(value):
+            for path, module in modules_apart(value, self._members).items():
+                read, write = partial(attributes_of, module), partial(set_attributes, module)
+                self._add((id(module), "all"), f"{label}.{path}" if path else label, read, write, frame)
 
     def _add_link(self, key: Hashable, label: str, read: Callable[[], Any]) -> None:
         """A place from which more is read, whose object may be replaced by another."""
@@ -477,6 +496,8 @@ def _alone(variable: Variable) -> list[Variable]:
 def _explain_change(root: Root) -> Callable[[str], CaptureError]:
     if isinstance(root.value, GENERATORS):
         return partial(refused_draw, root.label)
+    if isinstance(root.value, AttributesOfModule):
+        return partial(refused_change, root.label)
     before = shown(root.value)
     return lambda line: refusal(
         f"a call changes what it reads: {root.label} is {before} before it and {root.now} after it,",

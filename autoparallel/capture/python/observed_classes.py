@@ -50,6 +50,11 @@ def release(subject: Any) -> None:
         delattr(type(subject), name)
 
 
+def is_observed(subject: Any) -> bool:
+    """Whether an object is one of a copy, of whose access somebody is told."""
+    return type(subject) in _BODIES
+
+
 def written_to(cls: type) -> list[str]:
     """What has been set on a class of ours since it was made, but for what ``copy`` finds out of it; nothing for
     another."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.dtensor import local_of
-from autoparallel._torch.export import free_unbacked_symbols
-from autoparallel._torch.tensors import memory_span
+from autoparallel._torch.export import free_unbacked_symbols, is_fake
+from autoparallel._torch.tensors import memory_span, storage_mark
 from autoparallel.capture.refusals.data_access import refused_memory
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.errors import CaptureError, refusal
@@ -126,6 +126,41 @@ def require_gradients_of_parameters(captured: Captured, model: nn.Module) -> Non
             cure = "register it as an nn.Parameter; or clear its requires_grad, if nobody reads its gradient"
             raise refusal(
                 f"{name}, which is no parameter, requires a gradient, read", line_of(next(iter(node.users))), cure
+            )
+
+
+def trained_apart(results: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors of the user's own to which the backward of results brings a gradient: a copy has others."""
+    left = [x.grad_fn for x in results if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+    visited, trained = {*left}, []
+    while left:
+        function = left.pop()
+        variable = getattr(function, "variable", None)
+        if variable is not None and not is_fake(variable):
+            trained.append(variable)
+        further = {x for x, _ in function.next_functions if x is not None} - visited
+        visited |= further
+        left.extend(further)
+    return trained
+
+
+def require_gradients_apart(captured: Captured, trained: Sequence[torch.Tensor], ranks: int) -> None:
+    """Refuses to train what is no part of the model, such as a second module that a closure knows: a program takes
+    it for a constant.
+
+    Args:
+        trained: see :func:`trained_apart`.
+    """
+    for tensor in trained:
+        if ranks > 1 or isinstance(tensor, torch.nn.Parameter):
+            names = {x for x, value in captured.constants.items() if storage_mark(value) == storage_mark(tensor)}
+            readers = (x for node in captured.graph.nodes if node.name in names for x in node.users)
+            what = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor that requires a gradient"
+            raise refusal(
+                f"a {what} of the shape {tuple(tensor.shape)}, which is no part of the model, is trained: it is read",
+                line_of(next(readers, captured.graph.output_node())),
+                "register it, or its module, in the model (self.head = head); or read it under torch.no_grad(), or by "
+                "its detach(), if nobody reads its gradient",
             )
 
 

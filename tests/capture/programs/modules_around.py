@@ -1,0 +1,119 @@
+"""Modules that are no part of the model, which its functions know: teachers, frozen networks in losses, heads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.capture.programs.loops import finish
+from tests.capture.registry import loop
+from tests.capture.runner import STEPS, Run, numbers, sgd
+
+
+class Teacher(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout, self.scale = nn.Linear(8, 8), nn.Dropout(1.0), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.layer(x)) * self.scale
+
+
+def student(teach: Any) -> nn.Module:
+    class Student(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = teach(x)
+            return self.layer(x) - target
+
+    return Student().double()
+
+
+def _train(run: Run, model: Any, between: Any = lambda step: None) -> None:
+    optimizer = sgd(model)
+    for step in range(STEPS + 2):
+        between(step)
+        output = model(numbers(4, 8, seed=step))
+        run.note("output", output)
+        output.square().mean().backward()
+        finish(run, model, optimizer)
+
+
+@loop(ranks=True)
+def teacher_that_the_loop_changes(run: Run) -> None:
+    """Its mode, a number, the values of a parameter, and another parameter."""
+    teacher = Teacher().double()
+
+    def change(step: int) -> None:
+        teacher.train(step == 1)
+        teacher.scale = 1.0 + step // 2
+        with torch.no_grad():
+            teacher.layer.bias.add_(1.0)
+        if step == 2:
+            teacher.layer.weight = nn.Parameter(numbers(8, 8, seed=7))
+
+    _train(run, run.compile(student(lambda x: teacher(x))), change)
+
+
+@loop()
+def teacher_of_an_object(run: Run) -> None:
+    trainer = SimpleNamespace(teacher=Teacher().double())
+    _train(run, run.compile(student(lambda x: trainer.teacher(x))), lambda step: trainer.teacher.train(step % 2 == 0))
+
+
+@loop(ranks=True)
+def frozen_network_in_a_loss(run: Run) -> None:
+    """Nothing trains it, and what it is given has a gradient."""
+    network = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).double().requires_grad_(False)
+    model = run.compile(nn.Linear(8, 8).double(), lambda output, target: F.mse_loss(network(output), network(target)))
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        model(numbers(4, 8, seed=step), numbers(4, 8, seed=step + 9)).backward()
+        finish(run, model, optimizer)
+
+
+@loop(refused="a call changes the module teacher, which is no part of the model")
+def teacher_that_counts(run: Run) -> None:
+    class Counts(Teacher):
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale += 1
+            return super().forward(x)
+
+    teacher = Counts().double()
+    _train(run, run.compile(student(lambda x: teacher(x))))
+
+
+@loop(refused="a call changes the module teacher, which is no part of the model")
+def teacher_that_keeps_a_tensor(run: Run) -> None:
+    class Keeps(Teacher):
+        def forward(self, x: Tensor) -> Tensor:
+            self.features = super().forward(x)
+            return self.features
+
+    teacher = Keeps().double()
+    _train(run, run.compile(student(lambda x: teacher(x))))
+
+
+@loop(refused="a parameter of the shape (8, 8), which is no part of the model, is trained: it is read")
+def head_that_is_trained_apart(run: Run) -> None:
+    head = nn.Linear(8, 8, bias=False).double()
+    model = run.compile(nn.Linear(8, 8).double(), lambda output, target: F.mse_loss(head(output), target))
+    model(numbers(4, 8), numbers(4, 8, seed=1)).backward()
+    run.note("gradient", head.weight.grad)
+
+
+@loop(refused="a parameter of the shape (8,), which is no part of the model, is trained: it is read")
+def parameter_of_a_closure(run: Run) -> None:
+    scale = nn.Parameter(numbers(8))
+    model = nn.Linear(8, 8).double()
+    model.register_forward_hook(lambda module, args, output: output * scale)
+    run.compile(model)(numbers(4, 8)).sum().backward()
+    run.note("gradient", scale.grad)
