@@ -80,40 +80,43 @@ def frozen_network_in_a_loss(run: Run) -> None:
         finish(run, model, optimizer)
 
 
-@loop(refused="a call changes the module teacher, which is no part of the model")
+@loop(refused="make it one")
 def teacher_that_counts(run: Run) -> None:
     class Counts(Teacher):
         def forward(self, x: Tensor) -> Tensor:
-            self.scale += 1
+            self.scale += 1  # refused
             return super().forward(x)
 
     teacher = Counts().double()
     _train(run, run.compile(student(lambda x: teacher(x))))
 
 
-@loop(refused="a call changes the module teacher, which is no part of the model")
+@loop(refused="make it one")
 def teacher_that_keeps_a_tensor(run: Run) -> None:
     class Keeps(Teacher):
         def forward(self, x: Tensor) -> Tensor:
-            self.features = super().forward(x)
+            self.features = super().forward(x)  # refused
             return self.features
 
     teacher = Keeps().double()
     _train(run, run.compile(student(lambda x: teacher(x))))
 
 
-@loop(refused="a parameter of the shape (8, 8), which is no part of the model, is trained: it is read")
+@loop(refused="register it")
 def head_that_is_trained_apart(run: Run) -> None:
     head = nn.Linear(8, 8, bias=False).double()
-    model = run.compile(nn.Linear(8, 8).double(), lambda output, target: F.mse_loss(head(output), target))
-    model(numbers(4, 8), numbers(4, 8, seed=1)).backward()
+    model = run.compile(
+        nn.Linear(8, 8).double(),
+        lambda output, target: F.mse_loss(head(output), target),  # refused
+    )
+    model(numbers(4, 8, seed=0), numbers(4, 8, seed=1)).backward()
     run.note("gradient", head.weight.grad)
 
 
-@loop(refused="a parameter of the shape (8,), which is no part of the model, is trained: it is read")
+@loop(refused="register it")
 def parameter_of_a_closure(run: Run) -> None:
-    scale = nn.Parameter(numbers(8))
+    scale = nn.Parameter(numbers(8, seed=2))
     model = nn.Linear(8, 8).double()
-    model.register_forward_hook(lambda module, args, output: output * scale)
-    run.compile(model)(numbers(4, 8)).sum().backward()
+    model.register_forward_hook(lambda module, args, output: output * scale)  # refused
+    run.compile(model)(numbers(4, 8, seed=0)).sum().backward()
     run.note("gradient", scale.grad)
