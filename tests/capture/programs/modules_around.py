@@ -116,7 +116,10 @@ def head_that_is_trained_apart(run: Run) -> None:
 @loop(refused="register it")
 def parameter_of_a_closure(run: Run) -> None:
     scale = nn.Parameter(numbers(8, seed=2))
-    model = nn.Linear(8, 8).double()
-    model.register_forward_hook(lambda module, args, output: output * scale)  # refused
-    run.compile(model)(numbers(4, 8, seed=0)).sum().backward()
+
+    class Scaled(Teacher):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * scale  # refused
+
+    run.compile(Scaled().double())(numbers(4, 8, seed=0)).sum().backward()
     run.note("gradient", scale.grad)
