@@ -221,7 +221,7 @@ class PythonState:
         if label in self.attributes:
             table, name, before = self.attributes[label]
             now = table.get(name, MISSING)
-        elif label in self.guards and isinstance(frozen := self.guards[label].value, tuple):
+        elif label in self.around and isinstance(frozen := self.guards[label].value, tuple):
             before, now = frozen[-1], self.guards[label].read()
         else:
             return None

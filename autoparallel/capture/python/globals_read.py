@@ -55,6 +55,7 @@ from autoparallel.graph.python_state import (
     is_library,
     is_plain,
     shown,
+    slots_of,
 )
 from autoparallel.graph.surroundings import surroundings_of
 from autoparallel.graph.variables import Attribute, Cell, Default, Global, Variable, arguments_of, cells_of
@@ -431,7 +432,8 @@ class GlobalsRead:
             if self._is_looked_after(attribute):
                 return
             find = partial(_alone, attribute)
-        inside = getattr(value, "__dict__", {}).get(name, getattr(type(value), name, MISSING))
+        in_slot = name in slots_of(value)  # where a copy is not given anything
+        inside = getattr(value, "__dict__", {}).get(name, getattr(value if in_slot else type(value), name, MISSING))
         if isinstance(inside, type) and len(attributes) > 1:
             self._add_chain(f"{label}.{name}", inside, attributes[1:], frame)
             return
@@ -444,7 +446,7 @@ class GlobalsRead:
             self._add_chain(f"{label}.{name}", inside, attributes[1:], frame, find)
             return
         read, write = partial(getattr, value, name, MISSING), partial(setattr, value, name)
-        self._add((id(value), name), f"{label}.{name}", read, write, frame, find)
+        self._add((id(value), name), f"{label}.{name}", read, write, frame, find_nothing if in_slot else find)
 
     def _note_module(self, value: Any, label: str, frame: types.FrameType) -> None:
         """Notes what a module has that is no part of the model, as it may be called."""

@@ -106,6 +106,15 @@ class ScaleInAGlobalsSlots(Two):
         return self.a(x) * SCALES.value
 
 
+MORE = ScalesWithMore()
+
+
+@program(between=lambda model, step: setattr(MORE, "value", 1.0 + step))
+class ScaleInAGlobalsSlotsBesideADict(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * MORE.value
+
+
 @program(refused="registered buffer")
 class ScaleInSlotsMoved(Two):
     def __init__(self) -> None:
