@@ -59,10 +59,7 @@ class Cell(Variable):
     owner: CellType
 
     def read(self) -> Any:
-        try:
-            return self.owner.cell_contents
-        except ValueError:
-            return MISSING
+        return contents_of(self.owner)
 
     def write(self, value: Any) -> None:
         self.owner.cell_contents = value
@@ -121,6 +118,14 @@ class PartialArgument(Variable):
 
     def _positional(self) -> dict[str, Any]:
         return {str(place): value for place, value in enumerate(self.owner.args)}
+
+
+def contents_of(cell: CellType) -> Any:
+    """What a closure's cell holds; ``MISSING`` where it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
 
 
 def cells_of(code: CodeType, name: str, value: Any) -> list[Variable]:

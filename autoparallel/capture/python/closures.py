@@ -18,9 +18,10 @@ from torch import nn
 from autoparallel import _torch
 from autoparallel.capture.python.containers import everything_in
 from autoparallel.capture.python.loads import loads_of
-from autoparallel.graph.python_state import MISSING, PythonState
+from autoparallel.capture.python.watched import TABLES
+from autoparallel.graph.python_state import PythonState
 from autoparallel.graph.surroundings import surroundings_of
-from autoparallel.graph.variables import Cell
+from autoparallel.graph.variables import Cell, contents_of
 
 
 class Closures:
@@ -104,8 +105,7 @@ class Closures:
 
 def partials_of(model: nn.Module) -> list[partial[Any]]:
     """The ``functools.partial``s that modules hold, as hooks, too."""
-    tables = ("_parameters", "_buffers", "_modules")
-    attributes = (x for module in model.modules() for name, x in vars(module).items() if name not in tables)
+    attributes = (x for module in model.modules() for name, x in vars(module).items() if name not in TABLES)
     held = [x for x in attributes if isinstance(x, partial) or isinstance(x, list | tuple | dict) and x]
     return [value for value in everything_in(held) if isinstance(value, partial)]
 
@@ -120,11 +120,3 @@ def _functions_in(value: Any) -> Iterator[FunctionType]:
     elif isinstance(value, list | tuple | dict):
         for entry in value.values() if isinstance(value, dict) else value:
             yield from _functions_in(entry)
-
-
-def contents_of(cell: CellType) -> Any:
-    """What a closure's cell holds; ``MISSING`` where it is empty."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING

@@ -20,6 +20,19 @@ from autoparallel.graph.python_state import MISSING, freeze, is_data, is_plain, 
 BY_VALUE = (np.ndarray, array, bytearray, *GENERATORS)
 """What holds numbers, or draws them."""
 
+_WHOLE = (list, dict, set, tuple, deque, *BY_VALUE)
+
+
+def is_container(value: Any) -> bool:
+    """Whether a value is compared as a whole, whatever is read of it."""
+    is_held = isinstance(value, Mapping | UserList) or bool(slots_of(value))
+    return isinstance(value, _WHOLE) or is_held and not is_data(value)
+
+
+def may_change(value: Any) -> bool:
+    """Whether a default can be another in another call, and is compared by what it holds."""
+    return value is not None and (is_plain(value) or is_container(value) or is_data(value))
+
 
 def is_remade(before: Any, now: Any) -> bool:
     """The same for a list, a tuple or a dict of such values as well (``self.anchors = [a.to(x) for a in

@@ -27,7 +27,7 @@ import torch
 from autoparallel import _torch
 from autoparallel.capture.python.changes import StateChangedError, VariablesChangedError, refused_past_the_model
 from autoparallel.capture.python.closures import partials_of
-from autoparallel.capture.python.containers import objects_in
+from autoparallel.capture.python.containers import is_container, may_change, objects_in
 from autoparallel.capture.python.kinds_of_numbers import is_stand_in
 from autoparallel.capture.python.loads import Loads, loads_of
 from autoparallel.capture.python.modules_apart import (
@@ -39,7 +39,7 @@ from autoparallel.capture.python.modules_apart import (
 )
 from autoparallel.capture.python.observed_classes import is_observed
 from autoparallel.capture.python.roots import Finder, Root, find_nothing
-from autoparallel.capture.python.running_functions import cells_of_frame, functions_before, is_container, may_change
+from autoparallel.capture.python.running_functions import cells_of_frame, functions_before
 from autoparallel.graph.errors import CaptureError, refusal, refused_draw
 from autoparallel.graph.garbage import collected_rarely, count_as_old
 from autoparallel.graph.generators import GENERATORS

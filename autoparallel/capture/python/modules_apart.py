@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from autoparallel.capture.python.watched import INTERNAL
+from autoparallel.capture.python.watched import INTERNAL, TABLES
 from autoparallel.graph.errors import CaptureError, refusal
 
-_TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_TABLES = (*TABLES, "_forward_hooks", "_forward_pre_hooks")
 _OF_TORCH = INTERNAL - {"training"}
 
 

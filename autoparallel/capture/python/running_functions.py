@@ -5,21 +5,11 @@ from __future__ import annotations
 import gc
 import inspect
 import types
-from collections import UserList, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from autoparallel.capture.python.closures import contents_of
-from autoparallel.capture.python.containers import BY_VALUE
-from autoparallel.graph.python_state import MISSING, is_data, is_plain, slots_of
-
-_CONTAINERS = (list, dict, set, tuple, deque, *BY_VALUE)
-
-
-def is_container(value: Any) -> bool:
-    """Whether a value is compared as a whole, whatever is read of it."""
-    is_held = isinstance(value, Mapping | UserList) or bool(slots_of(value))
-    return isinstance(value, _CONTAINERS) or is_held and not is_data(value)
+from autoparallel.graph.python_state import MISSING
+from autoparallel.graph.variables import contents_of
 
 
 def cells_of_frame(code: types.CodeType, values: dict[str, Any]) -> dict[str, types.CellType]:
@@ -49,11 +39,6 @@ def functions_before(frame: types.FrameType, first: str) -> Iterator[types.Funct
     for x in holders:
         if isinstance(x, types.FunctionType) and x.__code__ is code and id(x) not in of_the_run:
             yield x
-
-
-def may_change(value: Any) -> bool:
-    """Whether a default can be another in another call, and is compared by what it holds."""
-    return value is not None and (is_plain(value) or is_container(value) or is_data(value))
 
 
 _OBJECTS: tuple[Callable[[types.CodeType], list[Any]], ...] = (lambda code: gc.get_objects(0), gc.get_referrers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,24 @@ from autoparallel.graph.arrays import array_of
 from autoparallel.graph.errors import note_raised
 
 
-def _read(trace: Trace, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """What Python is told that reads a tensor's values."""
+def _read(
+    trace: Trace,
+    func: Callable[..., Any],
+    x: Tensor,
+    *args: Any,
+    instead: Callable[..., Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """What Python is told that reads a tensor's values.
+
+    Args:
+        instead: called where it is told none, in the function's place.
+    """
     answer = trace.read(lambda values: func(values, *args, **kwargs), x)
     if answer is not None:
         return answer
     try:
-        return func(x, *args, **kwargs)
+        return (instead or func)(x, *args, **kwargs)
     except Exception as error:
         note_raised(error)
         raise
@@ -31,14 +43,7 @@ def _read(trace: Trace, func: Callable[..., Any], x: Tensor, *args: Any, **kwarg
 
 def _read_array(trace: Trace, func: Callable[..., Any], x: Tensor, *, force: bool = False) -> Any:
     """The array of a tensor's values, or what stands for it where Python is not told them."""
-    answer = trace.read(lambda values: func(values, force=force), x)
-    if answer is not None:
-        return answer
-    try:
-        return array_of(func, x, force)
-    except Exception as error:
-        note_raised(error)
-        raise
+    return _read(trace, func, x, instead=partial(array_of, func), force=force)
 
 
 def _fill(trace: Trace, func: Callable[..., Any], x: Tensor, *value: Any, **named: Any) -> Tensor:

@@ -127,10 +127,11 @@ def _require_unchanged(
     names |= {node: tensor_at(plain, x) for node, x in captured.buffers.items() if x in kinds.set_in_memory}
     arguments = {*captured.inputs[: len(call.leaves) - call.attributes]}
     for name, x in names.items():
-        if not isinstance(x, torch.Tensor) or captured.buffers.get(str(name)) in changed.values():
+        path = changed.get(storage_mark(local_of(x))) if isinstance(x, torch.Tensor) else None
+        if path is None or captured.buffers.get(str(name)) in changed.values():
             continue
-        path, node = changed.get(storage_mark(local_of(x))), captured.placeholders.get(str(name))
-        if path is None or node is None or not node.users:
+        node = captured.placeholders.get(str(name))
+        if node is None or not node.users:
             continue
         if name in arguments:
             raise ValueError(

@@ -139,15 +139,8 @@ class GradientStore(ProgramParameters):
     def receive(
         self, chains: Sequence[ParameterChain], grads: Grads, asked_for: AskedFor, shared: Collection[int]
     ) -> list[torch.Tensor | None]:
-        """Takes the gradients of a bucket's parameters.
-
-        Args:
-            asked_for: which of them the backward is asked for.
-            shared: the ids of gradients whose memory others may read.
-
-        Returns:
-            What autograd is handed for each: nothing, because the store itself adds to ``.grad``, except under
-            ``torch.autograd.grad()``.
+        """Takes the gradients of a bucket's parameters (see :meth:`ProgramParameters.receive`); autograd is handed
+        nothing, because the store itself adds to ``.grad``, except under ``torch.autograd.grad()``.
 
         Raises:
             RuntimeError: under that in a window of ``accumulate()``.
