@@ -31,7 +31,8 @@ def _weight(loss: Callable[[Tensor, Tensor], Tensor]) -> LossWeight:
 
 
 ROWS = torch.tensor([0, 1])
-OVER_ROWS, OVER_TIMES = nn.GRU(4, 3), nn.GRU(4, 3, batch_first=True)
+OVER_ROWS = nn.GRU(4, 3).requires_grad_(False)
+OVER_TIMES = nn.GRU(4, 3, batch_first=True).requires_grad_(False)
 ALIKE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean over valid targets": lambda h, y: F.cross_entropy(h, y, ignore_index=2),
     "mean of squares": lambda h, y: F.mse_loss(h, torch.ones_like(h)),
