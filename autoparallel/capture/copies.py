@@ -32,6 +32,7 @@ from autoparallel.graph.plain_tensors import (
     stand_in,
     trained_attributes,
 )
+from autoparallel.graph.python_state import is_data
 from autoparallel.graph.surroundings import SCRIPT, TRACED, surroundings_of
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class Copies:
                 "AttributeError for what is not there)."
             ) from error
         around = self._copy_surroundings(table)
+        _tie_tables(table)
         for name in self._attributes:
             make_buffer(plain, name)
         if self._training is not None:
@@ -170,6 +172,15 @@ class Copies:
                     "What to change: return what changes as an output, or keep it in an attribute of the model."
                 ) from error
         return WatchedVariables(SCRIPT, holder, SimpleNamespace(**twins), reads=self.names)
+
+
+def _tie_tables(memo: dict[int, Any]) -> None:
+    """Lets copies of dicts that are their own ``__dict__`` (``self.__dict__ = self``) be so, too, which
+    ``copy.deepcopy`` leaves out."""
+    for original in memo.get(id(memo), ()):
+        if isinstance(original, dict) and is_data(original) and vars(original) is original:
+            twin = memo[id(original)]
+            twin.__dict__ = twin
 
 
 def _owners_of(model: nn.Module) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -83,6 +83,7 @@ def describe(
     nodes = {n.name: n for n in graph.nodes}
     places = {str(inputs[i]): i for i, spec in enumerate(specs[:arguments]) if isinstance(spec, InputSpec)}
     mutated, results, outputs, written = _read_outputs(program, graph, owners, model, places)
+    _leave_unread(graph, buffers, {*mutated, *dict(model.named_buffers())})
     tensors = [(nodes[n], spec) for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec)]
     price_masks(graph, constants)
     trace_findings.left_out.update(dict.fromkeys(require_static(graph, numbers_given), CHECK))
@@ -171,6 +172,14 @@ def _read_inputs(
                 raise CaptureError(f"the input {node.name} is used, but it is not a tensor")
             graph.erase_node(node)
     return parameters, buffers, constants, inputs
+
+
+def _leave_unread(graph: fx.Graph, buffers: dict[str, str], registered: Container[str]) -> None:
+    """Leaves out the plain attributes that a program does not read: the loop may set them to anything else."""
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name in buffers and not node.users and buffers[node.name] not in registered:
+            del buffers[node.name]
+            graph.erase_node(node)
 
 
 def _read_parameters_before(graph: fx.Graph) -> None:

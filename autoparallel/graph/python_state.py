@@ -28,6 +28,7 @@ from autoparallel import _torch
 from autoparallel.graph.arrays import Array
 from autoparallel.graph.generators import GENERATORS, state_of
 from autoparallel.graph.input_values import ValuesRead
+from autoparallel.graph.labels import label_of_entry
 from autoparallel.operators.opaque import CONSTANTS
 
 MISSING: Any = object()
@@ -121,12 +122,22 @@ def freeze(value: Any, deep: bool = False, outer: tuple[int, ...] = ()) -> Hasha
 
 def is_data(value: Any) -> bool:
     """Whether an object is one of a user's class, whose attributes are its state."""
-    cls = type(value)
+    cls: Any = type(value)
     if cls in (types.SimpleNamespace, Namespace, BlockMask) or isinstance(value, Distribution):
         return True
-    if not cls.__flags__ & _HEAP_TYPE or not hasattr(value, "__dict__") or isinstance(value, (torch.Tensor, OPAQUE)):
-        return False
-    return cls.__module__.partition(".")[0] not in LIBRARIES
+    return not isinstance(value, (torch.Tensor, OPAQUE)) and is_users(cls) and _has_table(cls)
+
+
+@cache
+def _has_table(cls: Any) -> bool:
+    """Whether the ``__dict__`` of objects is where their attributes are, and not what their class makes of that."""
+    table = next((vars(c)["__dict__"] for c in cls.__mro__ if "__dict__" in vars(c)), None)
+    return isinstance(table, types.GetSetDescriptorType)
+
+
+def is_users(cls: type) -> bool:
+    """Whether a class is written in Python, and not of a library whose state is no model's."""
+    return bool(cls.__flags__ & _HEAP_TYPE) and cls.__module__.partition(".")[0] not in LIBRARIES
 
 
 def slots_of(value: Any) -> tuple[str, ...]:
@@ -137,8 +148,12 @@ def slots_of(value: Any) -> tuple[str, ...]:
 
 @cache
 def _slots(cls: Any) -> tuple[str, ...]:
-    users = (c for c in cls.__mro__ if c.__flags__ & _HEAP_TYPE and c.__module__.partition(".")[0] not in LIBRARIES)
-    return tuple(name for c in users for name, x in vars(c).items() if isinstance(x, types.MemberDescriptorType))
+    return tuple(
+        name
+        for c in filter(is_users, cls.__mro__)
+        for name, x in vars(c).items()
+        if isinstance(x, types.MemberDescriptorType)
+    )
 
 
 @dataclass(frozen=True)
@@ -216,17 +231,13 @@ class PythonState:
             before, now = self.guards[label].shown, shown(self.guards[label].read())
         return before, now if now != before else f"another {now.removeprefix('a ')}"
 
-    def numbers_of(self, label: str) -> tuple[Any, Any] | None:
-        """What a number was, and what it is now; None for another value."""
+    def numbers_of(self, label: str) -> dict[str, tuple[Any, Any]]:
+        """The numbers that a value is, or that lists and dicts hold, and that have changed: what they were and what
+        they are now, by label."""
         if label in self.attributes:
             table, name, before = self.attributes[label]
-            now = table.get(name, MISSING)
-        elif label in self.around and isinstance(frozen := self.guards[label].value, tuple):
-            before, now = frozen[-1], self.guards[label].read()
-        else:
-            return None
-        is_number = type(now) in (int, float) and type(now) is type(before)
-        return (before, now) if is_number else None
+            return _numbers_changed(freeze(before), table.get(name, MISSING), label)
+        return _numbers_changed(self.guards[label].value, self.guards[label].read(), label)
 
     def add(
         self, label: str, table: Mapping[str, Any], name: str, deep: bool = False, owner: object | None = None
@@ -266,6 +277,28 @@ class PythonState:
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self.attributes, *self.guards))
+
+
+def _numbers_changed(before: Hashable, now: Any, label: str) -> dict[str, tuple[Any, Any]]:
+    """See ``PythonState.numbers_of``.
+
+    Args:
+        before: what the value was, frozen.
+    """
+    if not isinstance(before, tuple) or before[0] is not type(now) or freeze(now) == before:
+        return {}
+    if type(now) in (int, float):
+        return {label: (type(now)(before[1]), now)}
+    values: Mapping[Hashable, Hashable] = {}
+    entries: list[tuple[Any, Any]] = []
+    if isinstance(now, dict):
+        values, entries = dict(before[1]), list(now.items())
+    elif isinstance(now, list | tuple) and len(before[1]) == len(now):
+        values, entries = {freeze(i): value for i, value in enumerate(before[1])}, list(enumerate(now))
+    changes: dict[str, tuple[Any, Any]] = {}
+    for key, x in entries:
+        changes |= _numbers_changed(values.get(freeze(key)), x, label_of_entry(label, key))
+    return changes
 
 
 def shown(value: Any) -> str:

@@ -74,6 +74,17 @@ def test_what_a_loop_sets_is_open(traces: list[int], caplog: pytest.LogCaptureFi
     assert "has changed from 0.1 to 0.15 (and 1 more)" in caplog.text
 
 
+def test_what_a_loop_sets_in_lists_and_dicts_is_open(traces: list[int]) -> None:
+    """Also where something else changes with them, which has a trace of its own."""
+    plain = Annealed(lambda h, x, n: h * n[0]["scale"] if n[1] else h)
+    plain.n = [{"scale": 1.0}, True]
+    model: Any = autoparallel.compile(plain)
+    for step, value in enumerate(VALUES):
+        plain.n[0]["scale"], plain.n[1] = value, step % 3 < 2
+        model(torch.randn(4, 8)).sum().backward()
+    assert len(traces) == 3
+
+
 def test_what_a_model_fixes_of_it_is_read_as_before(traces: list[int]) -> None:
     plain = Annealed(lambda h, x, n: F.layer_norm(h, (8,), eps=n))
     model: Any = autoparallel.compile(plain)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from functools import partial
 from typing import Any
 
-from autoparallel.capture.python.containers import holds_the_same, refill
 from autoparallel.capture.python.reads import note_read_of_class
-from autoparallel.graph.generators import GENERATORS, set_state, state_of
+from autoparallel.capture.python.roots import Root, find_nothing
+from autoparallel.graph.generators import GENERATORS
 from autoparallel.graph.lines import line_of_frame
-from autoparallel.graph.python_state import LIBRARIES, PythonState, freeze
+from autoparallel.graph.python_state import LIBRARIES, MISSING, PythonState, is_data
 
 
 class ClassState:
-    """Lists, dicts, sets and generators of random numbers of the classes, and which attributes are read of them.
+    """Lists, dicts, sets, objects and generators of random numbers of the classes, and which attributes are read of
+    them.
 
     Attributes:
-        containers_read: all that were read so far, and the lines, by ``Class.name``.
+        containers_read: all but generators that were read so far, and the lines, by ``Class.name``.
     """
 
     def __init__(self) -> None:
@@ -27,18 +29,14 @@ class ClassState:
 
     def begin(self) -> None:
         """A run begins."""
-        self._containers: dict[tuple[type, str], tuple[Any, Any]] = {}
-        self._generators: dict[str, tuple[Any, Any]] = {}
-        self._changed_container = self._drawn_from = ""
+        self._roots: dict[tuple[type, str], Root] = {}
+        self._changed: list[Root] = []
 
     def end(self) -> None:
         """A run ends: what it has changed is noted, and put back."""
-        self._changed_container, self._drawn_from = self.changed_container(), self.drawn_from()
-        for generator, state in self._generators.values():
-            set_state(generator, state)
-        for container, entries in self._containers.values():
-            if not holds_the_same(container, entries):
-                refill(container, entries)
+        self._changed = [root for root in self._roots.values() if root.changed()]
+        for root in reversed(self._changed):
+            root.restore()
 
     def read(self, cls: type, name: str) -> None:
         """Notes that an attribute is read of a class itself."""
@@ -46,25 +44,32 @@ class ClassState:
         self.look_at(cls, name)
 
     def look_at(self, cls: type, name: str) -> None:
-        """Notes what a class's own list, dict or set holds before it is first read."""
+        """Notes what a class's own list, dict, set or object holds before it is first read."""
         cls = next((c for c in cls.__mro__ if name in vars(c)), cls)
         value, label = vars(cls).get(name), f"{cls.__name__}.{name}"
-        if isinstance(value, GENERATORS):
-            self._generators.setdefault(label, (value, state_of(value)))
-        elif isinstance(value, list | dict | set | deque) and cls.__module__.partition(".")[0] not in LIBRARIES:
-            self._containers.setdefault((cls, name), (value, value.copy()))
-            self.containers_read[label] = value, line_of_frame(sys._getframe(1))
+        is_generator = isinstance(value, GENERATORS)
+        may_change = isinstance(value, list | dict | set | deque) or is_data(value)
+        if not is_generator and (not may_change or cls.__module__.partition(".")[0] in LIBRARIES):
+            return
+        line = line_of_frame(sys._getframe(1))
+        if (cls, name) not in self._roots:
+            read = partial(vars(cls).get, name, MISSING)
+            self._roots[cls, name] = Root(
+                (cls, name), label, read, partial(setattr, cls, name), None, find_nothing, line
+            )
+        if not is_generator:
+            self.containers_read[label] = value, line
 
     def changed_container(self) -> str:
-        """A list, dict or set that the run has changed; empty for none."""
-        pairs = self._containers.items()
-        changed = (f"{cls.__name__}.{name}" for (cls, name), pair in pairs if not holds_the_same(*pair))
-        return self._changed_container or next(changed, "")
+        """A list, dict, set or object that the run has changed; empty for none."""
+        return next((root.label for root in self._changes() if not isinstance(root.value, GENERATORS)), "")
 
     def drawn_from(self) -> str:
         """A generator that the run has drawn from; empty for none."""
-        drawn = (name for name, (x, state) in self._generators.items() if freeze(state_of(x)) != freeze(state))
-        return self._drawn_from or next(drawn, "")
+        return next((root.label for root in self._changes() if isinstance(root.value, GENERATORS)), "")
+
+    def _changes(self) -> list[Root]:
+        return self._changed or [root for root in self._roots.values() if root.changed()]
 
     def add_to(self, state: PythonState) -> None:
         """Adds what was read."""

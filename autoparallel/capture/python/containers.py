@@ -43,24 +43,32 @@ def is_remade(before: Any, now: Any) -> bool:
 
 
 def entries_of(container: Any) -> Any:
-    """A copy of a container; of an object without a ``__dict__``, its attributes; of numbers, what compares them."""
+    """A plain copy of a container; of an object without a ``__dict__``, its attributes; of numbers, what compares
+    them."""
     if isinstance(container, BY_VALUE):
         return freeze(container)
-    names = slots_of(container)
-    return {name: getattr(container, name, MISSING) for name in names} if names else container.copy()
+    if names := slots_of(container):
+        return {name: getattr(container, name, MISSING) for name in names}
+    kind = _kind_of(container)
+    return dict(kind.items(container)) if isinstance(container, dict) else kind(container)
+
+
+def _kind_of(container: Any) -> Any:
+    """The class of Python's whose methods change a container, and nothing else, as a class of the user's may."""
+    return next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(container, kind))
 
 
 def holds_the_same(container: Any, entries: Any) -> bool:
     """Whether two containers hold the very same objects in the same order, which most of a model's do."""
-    if len(container) != len(entries) or not all(map(is_, container, entries)):
-        return False
-    return not isinstance(container, dict) or all(map(is_, container.values(), entries.values()))
+    if isinstance(container, dict):
+        return len(container) == len(entries) and all(map(is_, flat(container), flat(entries)))
+    return len(container) == len(entries) and all(map(is_, container, entries))
 
 
 def flat(container: Any) -> Iterator[Any]:
     """What a container holds; of a dict the keys, too."""
     if isinstance(container, dict):
-        for key, value in container.items():
+        for key, value in _kind_of(container).items(container):
             yield key
             yield value
     else:
@@ -69,8 +77,9 @@ def flat(container: Any) -> Iterator[Any]:
 
 def refill(container: Any, entries: Any) -> None:
     """Puts back what a container held."""
-    container.clear()
-    (container.update if isinstance(container, dict | set) else container.extend)(entries)
+    kind = _kind_of(container)
+    kind.clear(container)
+    (kind.extend if kind in (list, deque) else kind.update)(container, entries)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from autoparallel.capture.python.modules_apart import (
     set_attributes,
 )
 from autoparallel.capture.python.observed_classes import is_observed
-from autoparallel.capture.python.roots import Finder, Root, find_nothing
+from autoparallel.capture.python.roots import Finder, Root, attribute_of, find_nothing, holds_settings
 from autoparallel.capture.python.running_functions import cells_of_frame, functions_before
 from autoparallel.graph.errors import CaptureError, refusal, refused_draw
 from autoparallel.graph.garbage import collected_rarely, count_as_old
@@ -227,7 +227,7 @@ class GlobalsRead:
                 label = state.add(root.label, root.variable.owner, root.label, deep=True)
             else:
                 label = state.watch(root.label, root.read, root.key, deep=True)
-            if type(root.value) in (int, float):
+            if type(root.value) in (int, float) or isinstance(root.value, list | dict):
                 state.around[label] = partial(root.look_after, self._surroundings)
         for key, (label, read) in self._links.items():
             if key not in self._roots:
@@ -244,7 +244,7 @@ class GlobalsRead:
         code = frame.f_code
         entry = self._codes.get(id(code))
         if entry is None:
-            loads = None if is_library(code.co_filename) or self._is_foreign(frame) else loads_of(code)
+            loads = loads_of(code) if self._looks_into(code, frame.f_globals) else None
             self._codes[id(code)] = code, loads
             if loads is not None:
                 self._note_globals(frame, loads)
@@ -277,10 +277,16 @@ class GlobalsRead:
             self._expected = random.getstate()
             self.checks += 1
 
-    def _is_foreign(self, frame: types.FrameType) -> bool:
-        """Whether a function is of a package that has nothing to do with the model: what a garbage collection calls."""
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        return is_installed(frame.f_code.co_filename) and package not in self._packages
+    def _is_seen(self, method: Any) -> bool:
+        code = getattr(method, "__code__", None)
+        return code is not None and self._looks_into(code, method.__globals__)
+
+    def _looks_into(self, code: types.CodeType, table: Mapping[str, Any]) -> bool:
+        """Whether a function is the user's or of a package that the model comes from. Others, as what a garbage
+        collection calls, have nothing to do with the model."""
+        if is_library(code.co_filename):
+            return False
+        return not is_installed(code.co_filename) or str(table.get("__name__")).partition(".")[0] in self._packages
 
     def _refuse(self, problem: str) -> None:
         """Keeps the first problem, for when the model's call is over."""
@@ -434,6 +440,12 @@ class GlobalsRead:
             find = partial(_alone, attribute)
         in_slot = name in slots_of(value)  # where a copy is not given anything
         inside = getattr(value, "__dict__", {}).get(name, getattr(value if in_slot else type(value), name, MISSING))
+        method = getattr(type(value), "__getattr__", None) if inside is MISSING else inside
+        if holds_settings(value) and (inside is MISSING or hasattr(inside, "__get__")) and not self._is_seen(method):
+            if inside is MISSING:
+                inside = attribute_of(value, name)
+            else:
+                self._add((id(value), "all"), label, lambda: value, _leave, frame, find)
         if isinstance(inside, type) and len(attributes) > 1:
             self._add_chain(f"{label}.{name}", inside, attributes[1:], frame)
             return
@@ -445,7 +457,7 @@ class GlobalsRead:
                 self._add_link((id(value), name), f"{label}.{name}", partial(getattr, value, name, MISSING))
             self._add_chain(f"{label}.{name}", inside, attributes[1:], frame, find)
             return
-        read, write = partial(getattr, value, name, MISSING), partial(setattr, value, name)
+        read, write = partial(attribute_of, value, name), partial(setattr, value, name)
         self._add((id(value), name), f"{label}.{name}", read, write, frame, find_nothing if in_slot else find)
 
     def _note_module(self, value: Any, label: str, frame: types.FrameType) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +15,7 @@ from torch import fx, nn
 from autoparallel.capture.python.places import Place, masked
 from autoparallel.capture.python.watched import Watched
 from autoparallel.graph.labels import label_of_entry
-from autoparallel.graph.python_state import MISSING, PythonState, slots_of
+from autoparallel.graph.python_state import MISSING, PythonState, is_data, is_installed, is_users, slots_of
 
 
 def note_read(
@@ -48,6 +50,8 @@ def note_read(
         state.watch(label, _entries_reader(watched, name), (id(table), name))
     elif name in slots_of(owner):
         state.watch(label, partial(getattr, owner, name, MISSING), (id(table), name))
+    elif is_settings_class(table.get(name)):
+        state.watch(label, _settings_reader(partial(table.get, name)), (id(table), name), deep=True)
     elif name in table or not hasattr(type(owner), name):
         state.add(label, table, name)
     else:  # an attribute of the class, until the object has one of this name
@@ -71,9 +75,42 @@ def _are_one(first: Place, other: Place) -> bool:
 
 
 def note_read_of_class(state: PythonState, cls: type, name: str) -> None:
-    """Notes an attribute of a class, which is one of the classes that it is derived from."""
+    """Notes an attribute of a class, which is one of the classes that it is derived from. An object there is the
+    user's own, also for a copy: nobody is told what is read of it."""
     cls = next((c for c in cls.__mro__ if name in vars(c)), cls)
-    state.add(f"{cls.__module__}.{cls.__qualname__}.{name}", vars(cls), name, owner=cls)
+    label, value = f"{cls.__module__}.{cls.__qualname__}.{name}", vars(cls).get(name)
+    if is_settings_class(value):
+        state.watch(label, _settings_reader(partial(vars(cls).get, name)), (id(cls), name), deep=True)
+    else:
+        state.add(label, vars(cls), name, deep=is_data(value), owner=cls)
+
+
+def is_settings_class(value: Any) -> bool:
+    """Whether a value is a class of the user's own, whose attributes may be what a model reads (``self.config =
+    Config``)."""
+    return isinstance(value, type) and is_users(value) and not is_installed(_file_of(value)) and not _is_fixed(value)
+
+
+def _is_fixed(cls: type) -> bool:
+    return issubclass(cls, Enum | nn.Module | torch.Tensor)
+
+
+def _file_of(cls: type) -> str:
+    return str(getattr(sys.modules.get(cls.__module__), "__file__", ""))
+
+
+def _settings_reader(read: Callable[[], Any]) -> Callable[[], Any]:
+    """Reads a class with its attributes, and those of classes in it."""
+
+    def settings_of(value: Any, outer: tuple[type, ...] = ()) -> Any:
+        if not isinstance(value, type) or value in outer or not is_settings_class(value):
+            return value
+        tables = [vars(c) for c in value.__mro__ if is_users(c)]
+        held = {name: x for table in reversed(tables) for name, x in table.items() if not name.startswith("__")}
+        outer = (*outer, value)
+        return value, {name: settings_of(x, outer) for name, x in held.items() if not hasattr(x, "__get__")}
+
+    return lambda: settings_of(read())
 
 
 def _entries_reader(watched: Watched, name: str) -> Callable[[], Any]:

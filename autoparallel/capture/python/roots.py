@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 from array import array
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from autoparallel.capture.python.containers import everything_in, holds_the_same, refill
+from autoparallel.capture.python.containers import entries_of, everything_in, holds_the_same, refill
 from autoparallel.graph.generators import GENERATORS, set_state, state_of
 from autoparallel.graph.python_state import MISSING, freeze, is_data, slots_of
 from autoparallel.graph.surroundings import SCRIPT, TRACED, Surroundings
@@ -25,6 +25,19 @@ Finder = Callable[[], Sequence[Variable]]
 def find_nothing() -> Sequence[Variable]:
     """For an object that no variable has."""
     return ()
+
+
+def holds_settings(value: Any) -> bool:
+    """Whether an object is a mapping, or like one whose entries are its attributes, too: a configuration."""
+    return isinstance(value, Mapping) or all(hasattr(type(value), name) for name in ("__getattr__", "__getitem__"))
+
+
+def attribute_of(value: Any, name: str) -> Any:
+    """An attribute; ``MISSING`` where there is none, which an object with a ``__getattr__`` may tell by any error."""
+    try:
+        return getattr(value, name, MISSING)
+    except Exception:  # noqa: BLE001 - whatever the class of a configuration raises
+        return MISSING
 
 
 class Root:
@@ -110,7 +123,7 @@ def _content_of(value: Any) -> Any:
     if isinstance(value, GENERATORS):
         return state_of(value)
     if isinstance(value, list | dict | set | deque | np.ndarray):
-        return value.copy()
+        return value.copy() if isinstance(value, np.ndarray) else entries_of(value)
     if isinstance(value, array | bytearray):
         return value[:]
     slots = {name: getattr(value, name, MISSING) for name in slots_of(value)}

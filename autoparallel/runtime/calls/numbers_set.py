@@ -1,9 +1,9 @@
 """Numbers that the loop sets between calls: ``for m in dropouts: m.p = rate``, ``model.step = step``, and around the
 model ``args.beta = beta``.
 
-A value of Python's that has changed makes another kind of call.  A number that has, and nothing beside such numbers,
-is given to calls as those that they change themselves (see ``graph.carried_attributes``), so that one trace serves all
-its values.  Where the model fixes what it computes by it, it is read into the trace as before.
+A value of Python's that has changed makes another kind of call.  A number that has, also in a list or a dict, is given
+to calls as those that they change themselves (see ``graph.carried_attributes``), so that one trace serves all its
+values.  Where the model fixes what it computes by it, it is read into the trace as before.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from torch import nn
 
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.carried_attributes import may_be_carried
-from autoparallel.graph.plain_tensors import attribute_at
-from autoparallel.graph.python_state import MISSING, PythonState, shown
+from autoparallel.graph.labels import is_entry
+from autoparallel.graph.plain_tensors import attribute_at, holder_of
+from autoparallel.graph.python_state import MISSING, PythonState, shown, slots_of
 from autoparallel.text import LOGGER
+
+_MOST_AT_ONCE = 32
+"""Of a list or dict with more that have changed, each time has a trace of its own."""
 
 
 class NumbersSet:
@@ -35,26 +39,24 @@ class NumbersSet:
     def look(
         self, states: Sequence[PythonState], values: Sequence[Any], model: nn.Module, loss_fn: Any
     ) -> dict[str, Any]:
-        """The numbers that are other ones than the last trace has read, by label, with what they were then; none where
-        more than that has changed.
+        """The numbers that are other ones than the last trace has read, by label, with what they were then.
 
         Args:
             states: what the traces of such calls have read.
             values: the inputs of the call.
         """
         numbers: dict[str, Any] = {}
-        for label in states[-1].changes(values) if states else ():
-            change = states[-1].numbers_of(label)
-            if change is None or not may_be_carried(change[1]) or label in self.fixed:
-                return {}
-            if _value_at(model, label, loss_fn) is not change[1]:  # it is none of the model's
-                look_after = states[-1].around.get(label)
-                label = "" if look_after is None else look_after() or ""
-                if not label or label in self.fixed:
-                    return {}
-            if label in self.labels:  # it is read where it is not given
-                return {}
-            numbers[label] = change[0]
+        for place in states[-1].changes(values) if states else ():
+            changed = states[-1].numbers_of(place)
+            if len(changed) > _MOST_AT_ONCE or not all(may_be_carried(now) for _, now in changed.values()):
+                continue
+            for label, (before, now) in changed.items():
+                if _value_at(model, label, loss_fn) is not now:  # it is none of the model's
+                    look_after = states[-1].around.get(place)
+                    path = None if look_after is None else look_after()
+                    label = "" if path is None else path + label.removeprefix(place)
+                if label and label not in self.fixed | self.labels:  # one of those may be read where it is not given
+                    numbers[label] = before
         if numbers:
             self.labels |= numbers.keys()
             label, before = next(iter(numbers.items()))
@@ -83,7 +85,10 @@ class NumbersSet:
 
 
 def _value_at(model: nn.Module, label: str, loss_fn: Any) -> Any:
+    """What has a label; ``MISSING`` also for what is in a slot, where a copy is not given anything."""
+    path, _, name = label.rpartition(".")
     try:
-        return attribute_at(model, label, loss_fn)
-    except AttributeError:
+        in_slot = not is_entry(label) and name in slots_of(holder_of(model, path, loss_fn))
+        return MISSING if in_slot else attribute_at(model, label, loss_fn)
+    except (AttributeError, LookupError):
         return MISSING
