@@ -1,4 +1,4 @@
-"""Settings that a loop changes, in what people keep them in: dicts whose entries are attributes, classes, containers."""
+"""Settings that a loop changes: in dicts whose entries are attributes, in classes, in objects of libraries and lists."""
 
 from __future__ import annotations
 
