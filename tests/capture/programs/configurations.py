@@ -1,4 +1,4 @@
-"""Settings that a loop changes: in dicts whose entries are attributes, in classes, in objects of libraries and lists."""
+"""Settings that a loop changes, in whatever people keep them: dicts, classes, objects, lists."""
 
 from __future__ import annotations
 
