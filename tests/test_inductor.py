@@ -341,6 +341,7 @@ class _Annealed(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.wide
 def test_functions_of_numbers_are_called_outside_of_regions() -> None:
     """Which no backend has; more steps than Dynamo compiles a function for."""
     torch.manual_seed(0)

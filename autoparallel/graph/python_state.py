@@ -237,7 +237,8 @@ class PythonState:
         if label in self.attributes:
             table, name, before = self.attributes[label]
             return _numbers_changed(freeze(before), table.get(name, MISSING), label)
-        return _numbers_changed(self.guards[label].value, self.guards[label].read(), label)
+        guard = self.guards.get(label)  # none is of values of inputs
+        return {} if guard is None else _numbers_changed(guard.value, guard.read(), label)
 
     def add(
         self, label: str, table: Mapping[str, Any], name: str, deep: bool = False, owner: object | None = None

@@ -53,6 +53,7 @@ def test_what_is_read_is_planned_without_ranks() -> None:
     assert [value.value for value in graph.state.inputs[0].reads] == [(int, 3), (int, 4)] and graph.batches
 
 
+@pytest.mark.wide
 def test_of_many_numbers_none_is_read_while_sizes_are_open() -> None:
     leaves = batch(*[1] * 3, *[0] * 20, 4)
     graph = captured(Splits().double(), *leaves, values=True)

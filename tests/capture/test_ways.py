@@ -235,6 +235,7 @@ class _AsksFourTimes(Blocks):
         return x
 
 
+@pytest.mark.wide
 def test_the_ways_are_traced_once_each() -> None:
     """Four questions, one after another, are sixteen ways."""
     with mock.patch.object(exports, "export", wraps=exports.export) as export:

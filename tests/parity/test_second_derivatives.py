@@ -234,6 +234,7 @@ def test_gradients_of_inputs_are_differentiated_on_two_axes(plan: str) -> None:
         assert max(each["worst"] for each in found.values()) < 1e-9, found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["choice", pytest.param("scanned", marks=pytest.mark.slow)])
 def test_the_way_that_a_value_chooses_has_second_derivatives(name: str) -> None:
     for found in run_distributed(_all_uses, name, (2,), "tensor_parallel", {}, world_size=2):
