@@ -13,7 +13,7 @@ from autoparallel.capture.functional.functional import make_functional
 from autoparallel.capture.functional.passes import tracing_passes
 from autoparallel.capture.functional.returned_numbers import make_tensors_of_counts
 from autoparallel.capture.functional.ways import Way, literals_of
-from autoparallel.capture.python.globals_read import without_model
+from autoparallel.capture.python.profilers import without_model
 from autoparallel.capture.refusals.failures import explain_failure
 from autoparallel.capture.refusals.refusals import require_same_memory
 from autoparallel.capture.tracing.functions import require_unread

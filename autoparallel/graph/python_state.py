@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import itertools
 import sys
+import threading
 import types
 from argparse import Namespace
 from array import array
@@ -41,6 +42,9 @@ OPAQUE = (
 )  # fmt: skip
 """What is compared by identity: what is in it is looked at where it is read."""
 
+
+WITH_STATE = (Distribution, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, threading.Event)
+"""What of libraries has a state that a model may read, such as a learning rate."""
 
 _HOLDERS = (Mapping, list, tuple, set, frozenset, deque, UserList)
 """What is compared by what it holds, also where it is of a user's class."""
@@ -123,7 +127,7 @@ def freeze(value: Any, deep: bool = False, outer: tuple[int, ...] = ()) -> Hasha
 def is_data(value: Any) -> bool:
     """Whether an object is one of a user's class, whose attributes are its state."""
     cls: Any = type(value)
-    if cls in (types.SimpleNamespace, Namespace, BlockMask) or isinstance(value, Distribution):
+    if cls in (types.SimpleNamespace, Namespace, BlockMask) or isinstance(value, WITH_STATE):
         return True
     return not isinstance(value, (torch.Tensor, OPAQUE)) and is_users(cls) and _has_table(cls)
 

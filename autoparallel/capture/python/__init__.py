@@ -10,6 +10,6 @@
   torch that functions reach beside it.
 - ``globals_read``: finds the globals and closures that functions read, and draws of Python's and numpy's generators;
   ``loads`` are what byte code says of a function, ``roots`` the places that it loads from; ``loss_functions`` bring
-  more along; ``running_functions`` are behind frames.
+  more along; ``running_functions`` are behind frames; ``profilers`` are called when functions run.
 - ``kinds_of_numbers``: what a model is told that asks for the type of a size; ``functions_of_numbers`` that are open.
 """

@@ -6,16 +6,13 @@ loads is snapshotted before its first line runs, and compared when the run has e
 
 from __future__ import annotations
 
-import cProfile
 import os
 import random
 import sys
 import threading
 import time
 import types
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
@@ -38,6 +35,7 @@ from autoparallel.capture.python.modules_apart import (
     set_attributes,
 )
 from autoparallel.capture.python.observed_classes import is_observed
+from autoparallel.capture.python.profilers import Suspended, Watcher, resume
 from autoparallel.capture.python.roots import Finder, Root, attribute_of, find_nothing, holds_settings
 from autoparallel.capture.python.running_functions import cells_of_frame, functions_before
 from autoparallel.graph.errors import CaptureError, refusal, refused_draw
@@ -82,45 +80,7 @@ def _leave(value: Any) -> None:
     """Leaves what a run has changed as it is."""
 
 
-@contextmanager
-def without_model() -> Iterator[None]:
-    """Inside, no code of the model runs: which functions run is not looked at, which takes as long as they do."""
-    before = sys.getprofile()
-    if not isinstance(getattr(before, "__self__", None), GlobalsRead):  # nobody looks, or a profiler of the user's
-        yield
-        return
-    sys.setprofile(None)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
-
-
-class _Suspended(_torch.export.UnnoticedMode):
-    """Has no calls traced inside of operators, where no code of the model runs, but in those of control flow."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            return func(*args, **(kwargs or {}))
-        with without_model():
-            return func(*args, **(kwargs or {}))
-
-
-def _resume(profiler: Any) -> None:
-    """Has Python call a profiler again that it called before."""
-    if isinstance(profiler, cProfile.Profile):  # up to Python 3.11; no function, which setprofile() would take it for
-        profiler.enable()
-    elif profiler is None or callable(profiler):
-        sys.setprofile(profiler)
-    else:
-        warnings.warn(
-            f"the profiler {type(profiler).__name__} cannot be resumed after the model was traced; start it after the "
-            "first call",
-            stacklevel=2,
-        )
-
-
-class GlobalsRead:
+class GlobalsRead(Watcher):
     """A context that records which globals and cells the functions running in it load, and who draws from Python's and
     numpy's generators.
 
@@ -157,7 +117,7 @@ class GlobalsRead:
         self._uncollected = collected_rarely(0)  # nothing that a garbage collection calls runs for the model
         self._uncollected.__enter__()
         count_as_old()  # so that what is young is little (see _OBJECTS)
-        self._suspended = _Suspended()
+        self._suspended = Suspended()
         self._suspended.__enter__()
         sys.setprofile(self._hook)
         return self
@@ -165,7 +125,7 @@ class GlobalsRead:
     def __exit__(self, kind: type | None, *_: object) -> None:
         sys.setprofile(None)
         self._uncollected.__exit__(None, None, None)
-        _resume(self._before)
+        resume(self._before)
         self.forget_cached()
         self._suspended.__exit__(None, None, None)
         drawn = self.drawn()
@@ -432,6 +392,8 @@ class GlobalsRead:
             if value.__module__.partition(".")[0] in LIBRARIES:
                 return
         elif not isinstance(value, types.FunctionType | threading.local) and not is_data(value):
+            if is_plain(attribute_of(value, name)) and not isinstance(value, (torch.Tensor, OPAQUE)):
+                self._add((id(value), name), f"{label}.{name}", partial(attribute_of, value, name), _leave, frame)
             return
         if isinstance(value, types.ModuleType | type | types.FunctionType):
             attribute = Attribute(value, name)

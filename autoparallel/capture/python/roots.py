@@ -14,7 +14,7 @@ from torch import nn
 
 from autoparallel.capture.python.containers import entries_of, everything_in, holds_the_same, refill
 from autoparallel.graph.generators import GENERATORS, set_state, state_of
-from autoparallel.graph.python_state import MISSING, freeze, is_data, slots_of
+from autoparallel.graph.python_state import MISSING, WITH_STATE, freeze, is_data, slots_of
 from autoparallel.graph.surroundings import SCRIPT, TRACED, Surroundings
 from autoparallel.graph.variables import Attribute, Cell, Variable
 
@@ -28,8 +28,10 @@ def find_nothing() -> Sequence[Variable]:
 
 
 def holds_settings(value: Any) -> bool:
-    """Whether an object is a mapping, or like one whose entries are its attributes, too: a configuration."""
-    return isinstance(value, Mapping) or all(hasattr(type(value), name) for name in ("__getattr__", "__getitem__"))
+    """Whether an object is a mapping, or like one whose entries are its attributes, too: a configuration; or an
+    optimizer and its like."""
+    is_mapping = all(hasattr(type(value), name) for name in ("__getattr__", "__getitem__"))
+    return is_mapping or isinstance(value, (Mapping, *WITH_STATE))
 
 
 def attribute_of(value: Any, name: str) -> Any:

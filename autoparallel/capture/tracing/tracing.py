@@ -34,8 +34,8 @@ from torch.overrides import TorchFunctionMode
 from autoparallel import _torch
 from autoparallel.capture.python.functions_of_numbers import NAMES as OF_NUMBERS
 from autoparallel.capture.python.functions_of_numbers import OF_MATH, OF_NUMPY
-from autoparallel.capture.python.globals_read import without_model
 from autoparallel.capture.python.kinds_of_numbers import stand_ins_in_modules
+from autoparallel.capture.python.profilers import without_model
 from autoparallel.capture.refusals.data_access import KERNEL_CURE
 from autoparallel.capture.refusals.failures import is_raised_by_model
 from autoparallel.capture.tracing.attention_kernels import ATTENTION

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
@@ -185,6 +187,33 @@ def settings_of_a_user_dict_around_the_model(run: Run) -> None:
             return self.b(self.a(x)) * config.get("scale", 0.0)
 
     train(run, Around(), lambda step: config.update(scale=1.0 / step))
+
+
+@loop(ranks=True)
+def learning_rates_of_optimizers(run: Run) -> None:
+    """Of one around the model, of its scheduler, and of one that the model holds; and a number that processes share."""
+    count = multiprocessing.Value("i", 1)
+
+    class Scaled(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.optimizer = torch.optim.SGD(self.a.parameters(), lr=1.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x) * outer.param_groups[0]["lr"] + schedule.get_last_lr()[0] * count.value
+            return self.b(h) * self.optimizer.param_groups[0]["lr"]
+
+    model = Scaled()
+    outer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(outer, 0.5)
+
+    def change(step: int) -> None:
+        outer.step()
+        schedule.step()
+        model.optimizer.param_groups[0]["lr"] = 1.0 / step
+        count.value = step
+
+    train(run, model, change)
 
 
 @loop(ranks=True)
