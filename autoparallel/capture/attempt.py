@@ -51,7 +51,6 @@ from autoparallel.capture.refusals.refusals import (
     require_own_dtype,
     require_own_memory,
     require_values_of_parameters,
-    trained_apart,
 )
 from autoparallel.capture.tracing.drawn_numbers import depends_on_draws, require_dropped
 from autoparallel.capture.tracing.inputs_read import InputsRead
@@ -179,7 +178,7 @@ class Attempt:
         self.rehearsals: list[Trace] = []
         self.asked_at: str | None = None
         self.reads_values = self.has_open_whole = False
-        self.trained_apart: list[torch.Tensor] = []
+        self._trained_apart: dict[int, torch.Tensor] = {}
         self._of_next: PythonState | None = None
         settings = self.settings
         self.scale = scale_of(settings.least_batch, settings.batch)
@@ -215,7 +214,7 @@ class Attempt:
                 results = wrapper(*self.inputs.arguments)
             finally:
                 require_dropped(self.rehearsals[-1])
-        self.trained_apart = trained_apart(results)
+        self._trained_apart |= {id(x): x for x in wrapper.findings.trained_apart}
         return results
 
     def _trace_of(self, wrapper: Training, questions: list[Question], **options: Any) -> Trace:
@@ -272,7 +271,7 @@ class Attempt:
         captured.rest_dtypes = {name: p.dtype for name, p in parameters if fakes[id(p)].dtype != p.dtype}
         require_own_dtype(captured)
         require_own_memory(captured, self.model)
-        require_gradients_apart(captured, self.trained_apart, settings.ranks)
+        require_gradients_apart(captured, [*self._trained_apart.values()], settings.ranks)
         if settings.ranks > 1:
             require_values_of_parameters(captured, self.model)
         if settings.ranks > 1 and settings.gradients:
@@ -346,6 +345,7 @@ class Attempt:
             self.has_open_whole |= trace.has_open_whole
             self.fixed.update(dict.fromkeys(trace.fixed.values()))
         require_dropped(trace)
+        self._trained_apart |= {id(x): x for x in wrapper.findings.trained_apart}
         return way
 
     def capture(self) -> Captured:

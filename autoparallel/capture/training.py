@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel._torch.export import is_fake
 from autoparallel.capture.caches import CURE, asks_for_cache, without_caches
 from autoparallel.capture.python.changes import StateChangedError
 from autoparallel.capture.python.containers import entries_exchanged
@@ -49,6 +50,7 @@ class Findings:
         questions: the tensors that Python has asked whether they hold; their values are the last results.
         has_outputs: whether the model has run, so that what fails now is the loss function.
         registered: the parameters and buffers of the copy before a trace, by their names.
+        trained_apart: the tensors of the user's own to which the backward of the results brings a gradient.
         memory: which leaves of its results, by their places, and which new values of buffers, by name, lie in that of
             a tensor of the model or of an input.
     """
@@ -63,6 +65,7 @@ class Findings:
     questions: list[Question] = field(default_factory=list)
     has_outputs: bool = False
     registered: dict[str, torch.Tensor] = field(default_factory=dict)
+    trained_apart: list[torch.Tensor] = field(default_factory=list)
     memory: dict[int | str, SharedMemory] = field(default_factory=dict)
 
 
@@ -178,6 +181,7 @@ class Training(nn.Module):
         results: dict[int | str, Any] = dict([*enumerate(leaves), *bound.items()])
         stay = {name: x for name, x in now.items() if name not in bound}
         self.findings.memory = memory_of(results, stay, inputs)
+        self.findings.trained_apart = _trained_apart(leaves)
         return [*leaves, *(question.value for question in self.findings.questions)]
 
     def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
@@ -224,6 +228,21 @@ def _require_unset(attributes: TensorAttributes) -> None:
             "keep it in an attribute of the module, or return it as an output",
             lambda *_: bool(attributes.newly_set()),
         )
+
+
+def _trained_apart(results: Iterable[Any]) -> list[torch.Tensor]:
+    """See ``Findings.trained_apart``; a copy of the model has other tensors."""
+    left = [x.grad_fn for x in results if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+    visited, trained = {*left}, []
+    while left:
+        function = left.pop()
+        variable = getattr(function, "variable", None)
+        if variable is not None and not is_fake(variable):
+            trained.append(variable)
+        further = [x for x, _ in function.next_functions if x is not None and x not in visited]
+        visited.update(further)
+        left.extend(further)
+    return trained
 
 
 def _require_leaves(values: Sequence[Any]) -> None:

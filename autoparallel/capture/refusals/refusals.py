@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.dtensor import local_of
-from autoparallel._torch.export import free_unbacked_symbols, is_fake
+from autoparallel._torch.export import free_unbacked_symbols
 from autoparallel._torch.tensors import memory_span, storage_mark
 from autoparallel.capture.refusals.data_access import refused_memory
 from autoparallel.graph.captured import Captured
@@ -129,27 +129,12 @@ def require_gradients_of_parameters(captured: Captured, model: nn.Module) -> Non
             )
 
 
-def trained_apart(results: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors of the user's own to which the backward of results brings a gradient: a copy has others."""
-    left = [x.grad_fn for x in results if isinstance(x, torch.Tensor) and x.grad_fn is not None]
-    visited, trained = {*left}, []
-    while left:
-        function = left.pop()
-        variable = getattr(function, "variable", None)
-        if variable is not None and not is_fake(variable):
-            trained.append(variable)
-        further = {x for x, _ in function.next_functions if x is not None} - visited
-        visited |= further
-        left.extend(further)
-    return trained
-
-
 def require_gradients_apart(captured: Captured, trained: Sequence[torch.Tensor], ranks: int) -> None:
     """Refuses to train what is no part of the model, such as a second module that a closure knows: a program takes
     it for a constant.
 
     Args:
-        trained: see :func:`trained_apart`.
+        trained: the tensors of the user's own to which the backward brings a gradient.
     """
     for tensor in trained:
         if ranks > 1 or isinstance(tensor, torch.nn.Parameter):

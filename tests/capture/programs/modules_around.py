@@ -114,6 +114,21 @@ def head_that_is_trained_apart(run: Run) -> None:
 
 
 @loop(refused="register it")
+def head_that_is_trained_on_one_way(run: Run) -> None:
+    head = nn.Linear(8, 8).double()
+
+    class Chooses(Teacher):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            if x.sum() > 1000:
+                return h
+            return head(h)  # refused
+
+    run.compile(Chooses().double())(numbers(4, 8, seed=0)).sum().backward()
+    run.note("gradient", head.weight.grad)
+
+
+@loop(refused="register it")
 def parameter_of_a_closure(run: Run) -> None:
     scale = nn.Parameter(numbers(8, seed=2))
 
