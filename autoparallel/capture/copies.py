@@ -27,6 +27,7 @@ from autoparallel.graph.plain_tensors import (
     REPLACED,
     is_attribute,
     make_buffer,
+    modules_held_apart,
     not_copied,
     plain_tensors,
     stand_in,
@@ -94,7 +95,7 @@ class Copies:
         require_dense({**dict(model.named_buffers()), **tensors})
         for tensor in tensors.values():
             self.fakes.setdefault(id(tensor), stand_in(tensor, self.fakes, device))
-        self.fakes |= {id(held): held for held in not_copied(model)}
+        self.fakes |= {id(held): held for held in (*not_copied(model), *modules_held_apart(model))}
         self._attributes = [name for name, t in tensors.items() if is_attribute(model, name) and t not in REPLACED]
         self._constants = {
             name: self.fakes[id(t)] for name, t in tensors.items() if name not in self._attributes and t not in REPLACED

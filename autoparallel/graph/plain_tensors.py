@@ -10,6 +10,7 @@ import copy
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -89,20 +90,42 @@ def note_replaced(parameter: nn.Parameter, new: nn.Parameter, path: str) -> None
 
 def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors that are no parameters and no buffers, by where they are: in the model, or around it."""
-    registered = {id(t) for t in (*_torch.tensors.parameters_of(model), *model.buffers())}
-    modules = {id(m) for m in model.modules()}
+    members = _members_of(model)
     tensors: dict[str, torch.Tensor] = {}
+    for place, held in _held_beside(model, members):
+        if isinstance(held, torch.Tensor):
+            tensors[place] = held
+        elif not _is_apart(held, members):
+            state = (*held.named_parameters(), *held.named_buffers())
+            tensors |= {f"{place}.{name}": x for name, x in state if id(x) not in members}
+    return tensors
+
+
+def modules_held_apart(model: nn.Module) -> list[nn.Module]:
+    """The modules that a model holds without having registered them, as a teacher in a list, and that share nothing
+    with it: they are no part of it."""
+    members = _members_of(model)
+    held = (x for _, x in _held_beside(model, members))
+    return [x for x in held if isinstance(x, nn.Module) and _is_apart(x, members)]
+
+
+def _members_of(model: nn.Module) -> set[int]:
+    return {*map(id, (*model.modules(), *_torch.tensors.parameters_of(model), *model.buffers()))}
+
+
+def _is_apart(module: nn.Module, members: set[int]) -> bool:
+    return members.isdisjoint(map(id, (*module.modules(), *module.parameters(), *module.buffers())))
+
+
+def _held_beside(model: nn.Module, members: set[int]) -> Iterator[tuple[str, torch.Tensor | nn.Module]]:
+    """The tensors and modules that a model holds, or what is looked after around it, but for its members, by where they
+    are."""
     held = [(path, vars(module)) for path, module in model.named_modules()]
     for path, attributes in (*held, (SCRIPT, vars(surroundings_of(model).holder))):
         tables = {id(attributes.get(name)) for name in ("_parameters", "_buffers", "_modules")}
         for name, value in attributes.items():
-            if id(value) in tables:
-                continue
-            label = f"{path}.{name}" if path else name
-            for place, tensor in _tensors(value, label, modules, set()):
-                if id(tensor) not in registered:
-                    tensors[place] = tensor
-    return tensors
+            if id(value) not in tables:
+                yield from _held_in(value, f"{path}.{name}" if path else name, {*members})
 
 
 def stand_in(tensor: torch.Tensor, memo: dict[int, Any], device: str) -> torch.Tensor:
@@ -128,18 +151,17 @@ def trained_attributes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return {re.split(r"\[", place)[0]: place for place in reversed(trained)}
 
 
-def _tensors(value: Any, label: str, modules: set[int], visited: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield label, value
+def _held_in(value: Any, label: str, visited: set[int]) -> Iterator[tuple[str, torch.Tensor | nn.Module]]:
+    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+        value, label = value.__self__, f"{label}.__self__"
+    if id(value) in visited:
         return
-    if id(value) in modules or id(value) in visited:
+    if isinstance(value, torch.Tensor | nn.Module):
+        yield label, value
         return
     visited.add(id(value))
     entries: Iterator[tuple[str, Any]]
-    if isinstance(value, nn.Module):
-        entries = iter([*value.named_parameters(), *value.named_buffers()])
-        entries = ((f"{label}.{name}", x) for name, x in entries)
-    elif isinstance(value, Mapping):
+    if isinstance(value, Mapping):
         entries = ((label_of_entry(label, key), x) for key, x in value.items())
     elif isinstance(value, list | tuple | set | deque):
         entries = ((label_of_entry(label, i), x) for i, x in enumerate(value))
@@ -148,7 +170,7 @@ def _tensors(value: Any, label: str, modules: set[int], visited: set[int]) -> It
     else:
         return
     for place, entry in entries:
-        yield from _tensors(entry, place, modules, visited)
+        yield from _held_in(entry, place, visited)
 
 
 def not_copied(model: nn.Module) -> list[Any]:

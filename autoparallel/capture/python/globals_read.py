@@ -30,6 +30,7 @@ from autoparallel.capture.python.loads import Loads, loads_of
 from autoparallel.capture.python.modules_apart import (
     AttributesOfModule,
     attributes_of,
+    is_of_tracing,
     modules_apart,
     refused_change,
     set_attributes,
@@ -59,6 +60,7 @@ from autoparallel.graph.surroundings import surroundings_of
 from autoparallel.graph.variables import Attribute, Cell, Default, Global, Variable, arguments_of, cells_of
 
 _CACHE = type(cache(len))
+_CALL, _INIT = torch.nn.Module._call_impl.__code__, torch.nn.Module.__init__.__code__
 _OF_TRACES = (torch.Tensor, torch.SymInt)
 _COLLECTIONS = (list, tuple, set, frozenset)
 
@@ -107,6 +109,7 @@ class GlobalsRead(Watcher):
         self._links: dict[Hashable, tuple[str, Callable[[], Any]]] = {}
         self._closures: set[Hashable] = set()
         self._caches: list[Any] = []
+        self._made: set[int] = set()
         self._problem = ""
         self.checks = 0
 
@@ -202,6 +205,11 @@ class GlobalsRead(Watcher):
                 self._pass_over(frame, event)
             return
         code = frame.f_code
+        if code is _CALL:
+            module = frame.f_locals["self"]
+            self._note_module(module, type(module).__name__, frame)
+        elif code is _INIT:
+            self._made.add(id(frame.f_locals["self"]))
         entry = self._codes.get(id(code))
         if entry is None:
             loads = loads_of(code) if self._looks_into(code, frame.f_globals) else None
@@ -221,6 +229,7 @@ class GlobalsRead(Watcher):
             self._note_bases(frame, loads.bases)
         if loads.first:
             owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            self._note_module(owner, type(owner).__name__, frame)
             if id(owner) in self._owners or isinstance(owner, type) and not is_installed(code.co_filename):
                 label = owner.__name__ if isinstance(owner, type) else type(owner).__name__
                 _, find = self._owners.get(id(owner), (None, find_nothing))
@@ -423,8 +432,10 @@ class GlobalsRead(Watcher):
         self._add((id(value), name), f"{label}.{name}", read, write, frame, find_nothing if in_slot else find)
 
     def _note_module(self, value: Any, label: str, frame: types.FrameType) -> None:
-        """Notes what a module has that is no part of the model, as it may be called."""
-        if isinstance(value, torch.nn.Module) and (id(value), "all") not in self._roots and not is_observed(value):
+        """Notes what a module has that is no part of the model, as it may be called, and was not made by the call."""
+        if not isinstance(value, torch.nn.Module) or is_observed(value) or id(value) in self._made:
+            return
+        if (id(value), "all") not in self._roots and not is_of_tracing(value):
             for path, module in modules_apart(value, self._members).items():
                 read, write = partial(attributes_of, module), partial(set_attributes, module)
                 self._add((id(module), "all"), f"{label}.{path}" if path else label, read, write, frame)

@@ -27,6 +27,12 @@ def modules_apart(value: nn.Module, members: Collection[int]) -> dict[str, nn.Mo
     return {} if any(id(module) in members for module in modules.values()) else modules
 
 
+def is_of_tracing(module: nn.Module) -> bool:
+    """Whether a module is one that tracing has made, torch's or ours."""
+    place = type(module).__module__
+    return place.startswith("autoparallel.") or place.startswith("torch.") and not place.startswith("torch.nn.")
+
+
 def attributes_of(module: nn.Module) -> AttributesOfModule:
     """What a module has; of its tables those that are not empty."""
     table = vars(module)

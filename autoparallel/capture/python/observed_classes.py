@@ -51,8 +51,8 @@ def release(subject: Any) -> None:
 
 
 def is_observed(subject: Any) -> bool:
-    """Whether an object is one of a copy, of whose access somebody is told."""
-    return type(subject) in _BODIES
+    """Whether an object is one of a copy, of whose access somebody is told, or a proxy that torch has put around it."""
+    return any(cls in _BODIES for cls in type(subject).__mro__)
 
 
 def written_to(cls: type) -> list[str]:

@@ -270,7 +270,7 @@ class Vmapped(Two):
         return outer(self.a(x), self.b(x))
 
 
-@program(refused="register it")
+@program()
 class VmapOfFunctionalCall(nn.Module):
     """An ensemble: one call of stacked weights."""
 
@@ -281,7 +281,7 @@ class VmapOfFunctionalCall(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         def one(weight: Tensor, bias: Tensor) -> Tensor:
-            return torch.func.functional_call(self.base[0], {"weight": weight, "bias": bias}, (x,))  # refused
+            return torch.func.functional_call(self.base[0], {"weight": weight, "bias": bias}, (x,))
 
         return torch.func.vmap(one)(self.weight, self.bias).mean(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +68,59 @@ def teacher_that_the_loop_changes(run: Run) -> None:
 def teacher_of_an_object(run: Run) -> None:
     trainer = SimpleNamespace(teacher=Teacher().double())
     _train(run, run.compile(student(lambda x: trainer.teacher(x))), lambda step: trainer.teacher.train(step % 2 == 0))
+
+
+class Ways(Teacher):
+    """Is called in other ways than as a variable's value."""
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+@loop(ranks=True)
+def teachers_that_are_reached_otherwise(run: Run) -> None:
+    """In a list, as a bound method, as an argument of a ``partial``, as a default."""
+    teachers = [Ways().double().eval() for _ in range(4)]
+    features, partly = teachers[1].features, functools.partial(Ways.features, teachers[2])
+
+    def by_default(x: Tensor, known: list[Ways] = [teachers[3]]) -> Tensor:  # noqa: B006
+        return known[0](x)  # type: ignore[no-any-return]
+
+    def change(step: int) -> None:
+        teachers[step % 4].scale = 2.0 + step
+
+    model = student(lambda x: teachers[0](x) + features(x) + partly(x) + by_default(x))
+    _train(run, run.compile(model), change)
+
+
+@loop(ranks=True)
+def teachers_that_the_model_hides(run: Run) -> None:
+    """In a list, a method in a tuple, and an attribute that nobody registers: they are no part of its state."""
+    teachers = [Ways().double().eval().requires_grad_(False) for _ in range(3)]
+
+    class Student(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.teachers, self.ways = nn.Linear(8, 8), [teachers[0]], (teachers[1].features,)
+            object.__setattr__(self, "teacher", teachers[2])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.teachers[0](x)) - self.ways[0](x) + self.teacher(x)
+
+    def change(step: int) -> None:
+        teachers[step % 3].scale = 2.0 + step
+        teachers[step % 3].layer.weight.data *= 0.5
+
+    _train(run, run.compile(Student().double()), change)
+
+
+@loop()
+def modules_that_the_call_makes(run: Run) -> None:
+    class Makes(Teacher):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.Softmax(-1)(self.layer(x)) * nn.Dropout(0.0)(x)
+
+    _train(run, run.compile(Makes().double()))
 
 
 @loop(ranks=True)

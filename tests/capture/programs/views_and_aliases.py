@@ -143,13 +143,23 @@ class NotPersistent(nn.Module):
         return self.a(x) * self.ramp
 
 
-@program(refused="ModuleList")
+@program()
 class ModulesInAList(nn.Module):
     """Layers in a plain list: their parameters are not the model's, and are not trained."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.hidden = nn.Linear(8, 8), [nn.Linear(8, 8).double().requires_grad_(False)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(self.hidden[0](x).tanh())
+
+
+@program(refused="register it")
+class TrainedModulesInAList(ModulesInAList):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden[0].requires_grad_(True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(self.hidden[0](x).tanh())  # refused
