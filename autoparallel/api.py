@@ -222,7 +222,7 @@ def compile(
     )  # fmt: skip
     prefix = bind(mesh)
     with Progress(type(model).__name__, agreement.is_first).phase("parameters"):
-        buffers = dict(_torch.tensors.sorted_buffers(model)).values()
+        buffers = [t for _, x in _torch.tensors.sorted_buffers(model) for t in _torch.tensors.dense_parts(x)]
         tensors = [t.detach() for t in (*_torch.tensors.parameters_of(model), *buffers) if t.device.type != "meta"]
         broadcast(tensors, agreement.ranks, whole_group(prefix))
         make_dtensors(model, mesh)
@@ -338,11 +338,12 @@ def _require_same_model(agreement: Agreement, model: nn.Module, request: Request
     plan = request.plan
     of_request = "memory_limit", "outputs", "open_means", "precision"
     options |= {name: getattr(request, name) for name in of_request} | {"hardware": request.profile}
+    parts = [(name, part) for name, tensor in tensors for part in _torch.tensors.dense_parts(tensor)]
     lines = [
         f"model {type(model).__name__}",
         *(f"{name}={value!r}" for name, value in options.items()),
         *(plan.to_json().splitlines() if isinstance(plan, Plan) else [f"plan={plan!r}"]),
         *request.pins.text().splitlines(),
-        *(f"{n} {list(t.shape)} {t.dtype} on {t.device.type}{', trained' * t.requires_grad}" for n, t in tensors),
+        *(f"{n} {list(t.shape)} {t.dtype} on {t.device.type}{', trained' * t.requires_grad}" for n, t in parts),
     ]
     agreement.require_same_text("the ranks compile different models or options:", "\n".join(lines))

@@ -31,6 +31,17 @@ def sorted_buffers(model: torch.nn.Module, remove_duplicate: bool = True) -> lis
     return sorted(model.named_buffers(remove_duplicate=remove_duplicate), key=lambda entry: entry[0])
 
 
+def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that hold what a tensor does: itself, or the places and the values of a sparse one."""
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """The tensors among nested values, in their order; what operators read and make is looked at very often."""
     if isinstance(values, torch.Tensor):

@@ -18,7 +18,7 @@ from autoparallel.capture.fake_inputs import FakeInputs
 from autoparallel.capture.python.closures import Closures
 from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.python.watched import WatchedVariables
-from autoparallel.capture.refusals.refusals import require_dense, uncopied
+from autoparallel.capture.refusals.refusals import is_dense, require_dense, uncopied
 from autoparallel.capture.training import Training
 from autoparallel.graph.beside import method_of, take_apart
 from autoparallel.graph.errors import CaptureError
@@ -92,7 +92,7 @@ class Copies:
         if isinstance(loss_fn, nn.Module):
             state = {**dict(loss_fn.named_parameters()), **dict(loss_fn.named_buffers()), **plain_tensors(loss_fn)}
             tensors |= {f"{LOSS}.{name}": tensor for name, tensor in state.items() if id(tensor) not in self.fakes}
-        require_dense({**dict(model.named_buffers()), **tensors})
+        require_dense(tensors)  # as buffers they may lie there, unread
         for tensor in tensors.values():
             self.fakes.setdefault(id(tensor), stand_in(tensor, self.fakes, device))
         self.fakes |= {id(held): held for held in (*not_copied(model), *modules_held_apart(model))}
@@ -156,6 +156,8 @@ class Copies:
         keep_lines_of(loss)
         wrapper.training = plain.training
         wrapper.findings.copies = table
+        buffers = model.named_buffers(remove_duplicate=False)
+        wrapper.findings.sparse = frozenset(name for name, x in buffers if not is_dense(x))
         wrapper.findings.existing = {*map(id, table.values()), *inputs.ids}
         wrapper.findings.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
         return wrapper

@@ -26,7 +26,9 @@ from autoparallel.capture.functional.outputs import Objective, find_objective, s
 from autoparallel.capture.functional.passes import describing_passes
 from autoparallel.capture.python.changes import IN_THE_MODEL
 from autoparallel.capture.refusals.refusals import (
+    is_dense,
     refused_mutation,
+    refused_sparse,
     require_dense_values,
     require_positions,
     require_same_dtypes,
@@ -78,7 +80,7 @@ def describe(
     """
     module = graph_module(program.graph)
     graph = module.graph
-    parameters, buffers, constants, inputs = _read_inputs(program, graph, owners, references)
+    parameters, buffers, constants, inputs = _read_inputs(program, graph, owners, references, model)
     numbers_given = [str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)]
     nodes = {n.name: n for n in graph.nodes}
     places = {str(inputs[i]): i for i, spec in enumerate(specs[:arguments]) if isinstance(spec, InputSpec)}
@@ -132,10 +134,14 @@ def describe(
 
 
 def _read_inputs(
-    program: ExportedProgram, graph: fx.Graph, owners: Mapping[str, str], references: Mapping[int, torch.Tensor]
+    program: ExportedProgram,
+    graph: fx.Graph,
+    owners: Mapping[str, str],
+    references: Mapping[int, torch.Tensor],
+    model: nn.Module,
 ) -> tuple[dict[str, str], dict[str, str], dict[str, torch.Tensor], list[str | None]]:
     """The parameters, buffers, constants and inputs of a trace, as ``Captured`` holds them; every tensor gets one
-    placeholder, and what is no tensor loses its own."""
+    placeholder, and what is no tensor loses its own, as does a buffer that is not dense, which nothing reads."""
     placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     parameters: dict[str, str] = {}
     buffers: dict[str, str] = {}
@@ -143,6 +149,7 @@ def _read_inputs(
     inputs: list[str | None] = []
     _read_parameters_before(graph)
     first_of: dict[str, fx.Node] = {}
+    sparse = {name for name, buffer in model.named_buffers() if not is_dense(buffer)}
     for spec in program.graph_signature.input_specs:
         node = placeholders.get(spec.arg.name)
         if spec.kind == InputKind.USER_INPUT:
@@ -152,6 +159,11 @@ def _read_inputs(
             first = first_of.setdefault(name, node)  # type: ignore[arg-type]
             if first is not node and node is not None:  # another name of a tied weight
                 node.replace_all_uses_with(first)
+                graph.erase_node(node)
+                continue
+            if name in sparse and node is not None:
+                if node.users:
+                    raise refused_sparse(name, line_of(next(iter(node.users))))
                 graph.erase_node(node)
                 continue
             table = parameters if spec.kind == InputKind.PARAMETER else buffers

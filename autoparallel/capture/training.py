@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from autoparallel.capture.python.containers import entries_exchanged
 from autoparallel.capture.python.journals import without_journals
 from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.data_access import DataAccess
+from autoparallel.capture.refusals.refusals import refused_sparse
 from autoparallel.capture.tracing.open_places import OpenPlaces
 from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
 from autoparallel.capture.tracing.trace import Question, listening
@@ -27,6 +30,7 @@ from autoparallel.graph.beside import method_of, take_apart
 from autoparallel.graph.caches import caches_in, release, tensors_in
 from autoparallel.graph.changed_arguments import ARGUMENTS, describe_changes, note_containers
 from autoparallel.graph.errors import CaptureError
+from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.nesting import cast_floats, flatten_results
 from autoparallel.graph.python_state import is_plain
 from autoparallel.graph.shared_memory import SharedMemory, memory_of
@@ -51,6 +55,7 @@ class Findings:
         has_outputs: whether the model has run, so that what fails now is the loss function.
         registered: the parameters and buffers of the copy before a trace, by their names.
         trained_apart: the tensors of the user's own to which the backward of the results brings a gradient.
+        sparse: the names of buffers that are not dense.
         memory: which leaves of its results, by their places, and which new values of buffers, by name, lie in that of
             a tensor of the model or of an input.
     """
@@ -66,6 +71,7 @@ class Findings:
     has_outputs: bool = False
     registered: dict[str, torch.Tensor] = field(default_factory=dict)
     trained_apart: list[torch.Tensor] = field(default_factory=list)
+    sparse: frozenset[str] = frozenset()
     memory: dict[int | str, SharedMemory] = field(default_factory=dict)
 
 
@@ -92,6 +98,24 @@ class _Exchange(TorchFunctionMode):
 
     def current(self, value: Any) -> Any:
         return self.exchanged.get(id(value), value) if isinstance(value, torch.Tensor) else value
+
+
+class _Unread(TorchFunctionMode):
+    """Inside, no function is given a buffer that is not dense: what stands for one in a trace is.
+
+    Args:
+        buffers: what stands for such buffers, by name.
+    """
+
+    def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._names = {id(buffer): name for name, buffer in buffers.items()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for name in filter(None, (self._names.get(id(x)) for x in pytree.arg_tree_leaves(*args, **kwargs))):
+            raise refused_sparse(name, line_of_frame(sys._getframe(1)))
+        return func(*args, **kwargs)
 
 
 class Training(nn.Module):
@@ -160,8 +184,11 @@ class Training(nn.Module):
             with trace.silent():
                 attributes |= {label: int(attributes[label]) for label in self.fixed_numbers}
         exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
+        sparse = {name: x for name, x in now.items() if name in self.findings.sparse}
+        unread = _Unread(sparse) if sparse else nullcontext()
         with entries_exchanged(self.recorder.containers.held, exchange.exchanged), self.recorder.carrying(attributes):
-            with self.recorder, DataAccess([*now.values(), *inputs]), OpenPlaces(now.values()) as places, exchange:
+            memory = DataAccess([*now.values(), *inputs])
+            with self.recorder, memory, OpenPlaces(now.values()) as places, unread, exchange:
                 outputs = self._outputs(args, kwargs, beside.method)
                 outputs = without_journals(outputs) if self.recorder.containers.has_journals else outputs
                 leaves, self.findings.spec = flatten_results(outputs)

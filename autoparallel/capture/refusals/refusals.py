@@ -95,20 +95,25 @@ def require_same_memory(graph: fx.Graph) -> None:
 def require_dense(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuses a sparse tensor that a model holds: it is traced, priced and cut like a dense one."""
     for name, tensor in tensors.items():
-        if not _is_dense(tensor):
+        if not is_dense(tensor):
             raise CaptureError(
                 f"{name} is not dense ({tensor.layout}), and only dense tensors are traced\nWhat to change: {_DENSE}."
             )
 
 
+def refused_sparse(name: str, line: str) -> CaptureError:
+    """What says that a model reads a buffer that is not dense; it may have one."""
+    return refusal(f"{name}, which is not dense, is read", line, _DENSE)
+
+
 def require_dense_values(graph: fx.Graph) -> None:
     """Refuses a sparse tensor that a model makes."""
     for node in graph.nodes:
-        if is_tensor(node) and not _is_dense(node.meta["val"]):
+        if is_tensor(node) and not is_dense(node.meta["val"]):
             raise refusal("the model makes a tensor that is not dense", line_of(node), _DENSE)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested
 
 

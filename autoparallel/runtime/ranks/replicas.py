@@ -114,8 +114,9 @@ class Replicas:
                 if not mask:
                     continue
             if not local.is_meta:
-                named.append((name, mask))
-                tensors.append(self._number(local))
+                for place, part in enumerate(_torch.tensors.dense_parts(local)):
+                    named.append((f"{name}, part {place}" if place else name, mask))
+                    tensors.append(self._number(part))
         numbers = torch.stack([number.to(tensors[0].device) for number in tensors]).tolist() if tensors else []
         yield from ((name, mask, number) for (name, mask), number in zip(named, numbers, strict=True))
 

@@ -279,7 +279,7 @@ class CastsRouterToAnotherDtype(nn.Module):
         return self.router(x.float()).softmax(-1) * self.a(x)
 
 
-@program(refused="to_dense", line=False)
+@program(refused="to_dense")
 class SparseBuffer(Two):
     adjacency: Tensor
 
@@ -288,7 +288,27 @@ class SparseBuffer(Two):
         self.register_buffer("adjacency", torch.eye(4).to_sparse())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.a(self.adjacency @ x)
+        return self.a(self.adjacency @ x)  # refused
+
+
+@program(refused="to_dense")
+class SparseOrNot(SparseBuffer):
+    """Python asks a buffer how it lies."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if self.adjacency.is_sparse else self.b(x)  # refused
+
+
+@program(ranks=True)
+class SparseUnread(SparseBuffer):
+    """As Whisper holds the heads that align: forward does not read them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("heads", torch.eye(3, dtype=torch.bool).to_sparse(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh())
 
 
 @program(refused="its indices and values")
