@@ -60,12 +60,29 @@ def make_functional(program: ExportedProgram) -> ExportedProgram:
     if casts or not all(map(is_last_value, writes)):
         for node in program.graph.find_nodes(op="placeholder"):
             _torch.export.forget_constant(node.meta["val"])
+        _name_once(program)
         return program.run_decompositions(compositions(program.graph_module))
     give_last_values(program)
     _take_apart(program.graph, [node for node in program.graph.nodes if _is_composed_of_views(node.target)])
     _share_sizes(program)
     program.graph.eliminate_dead_code()
     return program
+
+
+def _name_once(program: ExportedProgram) -> None:
+    """Gives each tensor of the model that has several names its first one alone: ``torch.export`` takes them for
+    tensors that share memory, and decomposes no trace that changes one."""
+    placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    specs, first_of = program.graph_signature.input_specs, dict[int, fx.Node]()
+    for spec in [spec for spec in specs if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)]:
+        node, target = placeholders[spec.arg.name], str(spec.target)
+        held = program.state_dict if target in program.state_dict else program.constants
+        first = first_of.setdefault(id(held[target]), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            program.graph.erase_node(node)
+            specs.remove(spec)
+            del held[target]
 
 
 def _writes(graph: fx.Graph) -> list[fx.Node]:

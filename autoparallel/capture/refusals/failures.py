@@ -81,11 +81,6 @@ _SYMPTOMS = (
         "this draws from a torch.Generator of its own, whose numbers would be those of the trace in every call",
     ),
     _Symptom(
-        "expected compiled_fn to be GraphModule",  # of torch.export, for a tensor under two names
-        "register it once, and reach it through the module that has it (keep that module, not its buffer)",
-        "a parameter or buffer that is registered as {names} is changed in place, which torch cannot trace",
-    ),
-    _Symptom(
         "is mutated in the forward method",
         "register it as a buffer, and reach it through the module that the hook or the function is given",
         "a tensor is changed in place that is reached otherwise than through the model, as by a hook's closure",
@@ -209,31 +204,21 @@ def explain_failure(error: Exception, model: nn.Module, in_loss: bool) -> str:
     elif error_of_call(error, model, in_loss) is not None:
         where, what, cure = "its call", f"{kind}: {text}", _CALL
     else:
-        what, cure = _explain_symptom(kind, text, model)
+        what, cure = _explain_symptom(kind, text)
         what = f"{kind}: {what}"
     return f"{type(model).__name__} cannot be captured at {where}\n{what.splitlines()[0]}\nWhat to change: {cure}."
 
 
-def _explain_symptom(kind: str, text: str, model: nn.Module) -> tuple[str, str]:
+def _explain_symptom(kind: str, text: str) -> tuple[str, str]:
     """What an error of a class says by its message, and what to change."""
     if kind == "UnsupportedOperatorException" and _draws(text):
         return text, "torch cannot trace this random operator: draw outside of the model, and pass the numbers in"
     symptom = next(each for each in _SYMPTOMS if each.kind in kind and re.search(each.text, text, re.DOTALL))
     if symptom.cure:
-        return symptom.what.replace("{names}", _names_of_twin(model)) or text, symptom.cure
+        return symptom.what or text, symptom.cure
     hint = next((line.strip().removeprefix("Hint: ") for line in text.splitlines() if "Hint: " in line), "")
     what = next((line for line in text.splitlines()[1:] if line.strip()), text)
     return what, hint.rstrip(".") or "write it without a higher-order operator"
-
-
-def _names_of_twin(model: nn.Module) -> str:
-    """The names of the first buffer that several modules have, or one under several names."""
-    names: dict[int, list[str]] = {}
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                names.setdefault(id(buffer), []).append(f"{path}.{name}".lstrip("."))
-    return " and as ".join(next((each for each in names.values() if len(each) > 1), ["twice"]))
 
 
 _OF_TORCH = {
@@ -244,7 +229,7 @@ _OF_TORCH = {
 }
 """What to do instead of modules of torch whose Python depends on values, by the name of the class."""
 
-_BY_VALUE = re.compile(r"^\w*DataDependent|^\w*DynamicOutput|data-dependent|Could not guard")
+_BY_VALUE = re.compile(r"^\w*DataDependent|^\w*DynamicOutput|data-dependent|Could not guard|^PendingUnbacked")
 _MISCALLED = re.compile(r"[\w.]+\(\) (takes|got|missing) ")
 _CALL = (
     "give it what it takes; a target comes last, by its position, and is for the loss function that "
@@ -254,6 +239,7 @@ _CALL = (
 _ATTRIBUTE = re.compile(r"\b\w+\.(\w+)")
 _LOOPS = re.compile(r"\s*(async )?for\b(?!.*\b(range|int|item|tolist)\()")
 _FLOAT = re.compile(r"\bfloat\(")
+_CUTS = re.compile(r"\[[^\]]*(\b[A-Za-z_]\w*\s*:|\)\s*:|:\s*[A-Za-z_(])")
 _DECIDES = re.compile(r"\s*(if|elif|while|assert)\b|\bif\b.+\belse\b|\b(any|all|bool)\(")
 
 
@@ -289,6 +275,11 @@ def _explain_value(error: Exception, modules: list[nn.Module], line: str) -> tup
         return "a number that no trace has is read into Python, of a tensor or one that the call draws,", (
             "compute with x.item(), or float(x), by Python's arithmetic and functions such as math.exp, ask about it "
             "(if n > 3), give it to operators, keep and return it; or keep it a tensor"
+        )
+    if _CUTS.search(line):
+        return "a part is cut whose size a tensor's values decide", (
+            "take elements of both, torch.where(torch.arange(x.shape[1]) < n, x, y), or compute with all and mask what "
+            "is left out; or compute the number before the call and pass it in"
         )
     return "a tensor's value is read into Python", (
         "keep it a tensor (no .tolist()), or read a whole number that decides no size by x.item(); or compute it "

@@ -261,7 +261,7 @@ class InCheckpoints(LayersAlike):
         return x
 
 
-@program(refused="register it once", line=False)
+@program(ranks=True)
 class Tied(nn.Module):
     """A weight under two names is changed under one of them."""
 
@@ -274,6 +274,34 @@ class Tied(nn.Module):
         with torch.no_grad():
             self.b.weight.mul_(0.9)
         return self.b(torch.tanh(self.a(x)))
+
+
+class _TiedHead(nn.Module):
+    """As masked language models of BERT have it: a bias under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder, self.bias = nn.Linear(8, 8, bias=False), nn.Parameter(torch.randn(8))
+        self.decoder.bias = self.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.decoder(x)
+        return out
+
+
+@program(ranks=True)
+class MomentumOfATiedHead(nn.Module):
+    """As ALBEF averages its text encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.average = _TiedHead(), _TiedHead().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for p, q in zip(self.head.parameters(), self.average.parameters(), strict=True):
+                q.data = q.data * 0.9 + p.data * 0.1
+        return (self.head(x) - self.average(x)).square().mean() + (self.average.bias * self.head.bias).sum()
 
 
 @loop(ranks=True)

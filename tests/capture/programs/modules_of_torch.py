@@ -403,7 +403,7 @@ class Counter(nn.Module):
         self.register_buffer("seen", total)
 
 
-@program(refused="register it once", line=False, device="cpu")  # to() makes two of it
+@program(ranks=True, device="cpu")  # to() makes two of it
 class BufferUnderTwoNames(nn.Module):
     def __init__(self) -> None:
         super().__init__()

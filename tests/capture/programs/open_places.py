@@ -315,3 +315,13 @@ class KeptOfWhatCallsChange(Queue):
             h = h + self.kept.sum()
         self.kept = self.queue[:, at : at + 4]  # refused
         return h
+
+
+@program(refused="take elements of both")
+class MixedFromAPlaceOn(Counting):
+    """As StyleGAN mixes styles: nobody knows how large the part is."""
+
+    def part(self, h: Tensor, at: int) -> Tensor:
+        h, other = h * 2, h.tanh()
+        h[:, at:] = other[:, at:]  # refused
+        return h
