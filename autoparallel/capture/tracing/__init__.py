@@ -4,7 +4,7 @@
 - ``functions``: ``autograd.Function``; ``copied_checkpoints``: those that run modules again;
   ``backward_hooks``: those of tensors and modules.
 - ``attention_kernels``: those that a model lets attention run on.
-- ``open_places``: parts of tensors at places that values tell.
+- ``open_places``: parts of tensors at places that values tell; ``overlaps``: those that are written to each other.
 - ``positions``: those that count up, of which transformers asks the values; ``spans``: what it masks at random.
 - ``checks``: those of values that only raise, left out; ``texts``: those of values, which are read or ``messages``;
   ``errors``: who catches what is raised; ``sources``: what stands in the source around an instruction;

@@ -24,6 +24,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoparallel import _torch
 from autoparallel.capture.refusals.data_access import is_view, is_write
+from autoparallel.capture.tracing.overlaps import overlaps
+from autoparallel.capture.tracing.trace import refuse
 from autoparallel.graph.errors import refusal
 from autoparallel.graph.lines import line_of_frame
 
@@ -210,6 +212,8 @@ def _set(func: Any, x: Tensor, key: Any, value: Any) -> Any:
     items = _items_of(x, key)
     opened = _open_items(x, items)
     if not opened:
+        if isinstance(value, Tensor) and all(map(_is_plain, items)) and _share(x, value):
+            _require_apart(x[_as_key(items, key)], value)
         return func(x, _as_key(items, key), value)
     if len(opened) > 1 or not all(map(_is_plain, items)):
         ((place, dim), *_) = opened
@@ -229,6 +233,26 @@ def _set(func: Any, x: Tensor, key: Any, value: Any) -> Any:
         source = source.unsqueeze(source.ndim - behind)
     whole.index_copy_(dim, indices, source.expand(shape))
     return None
+
+
+def _share(x: Tensor, other: Tensor) -> bool:
+    return _torch.tensors.storage_mark(x) == _torch.tensors.storage_mark(other)
+
+
+def _require_apart(written: Tensor, read: Tensor) -> None:
+    if overlaps(written, read):
+        raise refuse(
+            "a part of a tensor is written to a part that it overlaps, where what eager reads depends on the order of "
+            "its memory,",
+            "clone() what is read",
+        )
+
+
+def _write_over(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    for other in args:
+        if isinstance(x, Tensor) and isinstance(other, Tensor) and _share(x, other):
+            _require_apart(x, other)
+    return func(x, *args, **kwargs)
 
 
 def _as_key(items: Sequence[Any], key: Any) -> Any:
@@ -283,6 +307,10 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.roll: _roll,
     torch.roll: _roll,
     **dict.fromkeys((Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add), _shift(1)),
+    **dict.fromkeys(
+        (Tensor.copy_, Tensor.add_, Tensor.__iadd__, Tensor.mul_, Tensor.__imul__, Tensor.sub_, Tensor.__isub__),
+        _write_over,
+    ),
     **dict.fromkeys((Tensor.sub, Tensor.__sub__, torch.sub), _shift(-1)),
 }
 

@@ -327,3 +327,35 @@ class StatisticsInPlace(Two):
         g = self.b(h) * self.average.clone()
         self.average.mul_(0.5)
         return g + self.before, self.average * h
+
+
+@program(refused="clone")
+class ShiftedOverItself(Two):
+    """As modded-nanogpt shifts its keys: in eager, each row that is written is read for the next."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h[1:, 2:6] = h[:-1, 2:6]  # refused
+        return self.b(h)
+
+
+@program(refused="clone")
+class AddedOverItself(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h[:, 1:7] += h[:, :6]  # refused
+        return self.b(h)
+
+
+@program(ranks=True)
+class PartsOfOneTensor(Two):
+    """Parts beside each other, of which none has elements of another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h[:, :3] = h[:, 5:]
+        h[:, ::2] += h[:, 1::2]
+        h[:, 4:].copy_(h[:, :4] * 2)
+        h[:, 1] = h[:, 2]
+        h[1:, 2:6] = h[:-1, 2:6].clone()
+        return self.b(h)
