@@ -86,6 +86,7 @@ def test_what_a_loop_sets_in_lists_and_dicts_is_open(traces: list[int]) -> None:
     assert len(traces) == 3
 
 
+@pytest.mark.wide
 def test_what_a_model_fixes_of_it_is_read_as_before(traces: list[int]) -> None:
     plain = Annealed(lambda h, x, n: F.layer_norm(h, (8,), eps=n))
     model: Any = autoparallel.compile(plain)

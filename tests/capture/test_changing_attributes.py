@@ -57,6 +57,7 @@ def _kinds(make: Any, lengths: tuple[int, ...], **options: Any) -> tuple[int, fl
     return len(model._kinds), largest
 
 
+@pytest.mark.wide_where(lambda make: make is not Growing)
 @pytest.mark.parametrize(
     ("make", "most"), [(Rotary, 5), (Growing, 3), (Positions, 4)], ids=["of the call before", "longest", "its own size"]
 )
