@@ -125,7 +125,7 @@ def _held_beside(model: nn.Module, members: set[int]) -> Iterator[tuple[str, tor
         tables = {id(attributes.get(name)) for name in ("_parameters", "_buffers", "_modules")}
         for name, value in attributes.items():
             if id(value) not in tables:
-                yield from _held_in(value, f"{path}.{name}" if path else name, {*members})
+                yield from _held_in(value, f"{path}.{name}" if path else name, members, set())
 
 
 def stand_in(tensor: torch.Tensor, memo: dict[int, Any], device: str) -> torch.Tensor:
@@ -151,10 +151,12 @@ def trained_attributes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return {re.split(r"\[", place)[0]: place for place in reversed(trained)}
 
 
-def _held_in(value: Any, label: str, visited: set[int]) -> Iterator[tuple[str, torch.Tensor | nn.Module]]:
+def _held_in(
+    value: Any, label: str, members: set[int], visited: set[int]
+) -> Iterator[tuple[str, torch.Tensor | nn.Module]]:
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
         value, label = value.__self__, f"{label}.__self__"
-    if id(value) in visited:
+    if id(value) in members or id(value) in visited:
         return
     if isinstance(value, torch.Tensor | nn.Module):
         yield label, value
@@ -170,7 +172,7 @@ def _held_in(value: Any, label: str, visited: set[int]) -> Iterator[tuple[str, t
     else:
         return
     for place, entry in entries:
-        yield from _held_in(entry, place, visited)
+        yield from _held_in(entry, place, members, visited)
 
 
 def not_copied(model: nn.Module) -> list[Any]:
