@@ -31,7 +31,7 @@ Container = dict[Any, Any] | list[Any]
 
 Entries = tuple[list[Any] | None, Container]
 """The keys that are gone (of a list how many entries are left), or None for all of them; and what is new, of a list by
-its place where it takes the place of another."""
+its place where some of that takes the place of another."""
 
 
 ATTRIBUTES = "__dict__"
@@ -202,7 +202,10 @@ def change_entries(container: Any, gone: list[Any] | None, new: Container) -> No
             container.pop()
     if isinstance(new, dict):
         for key, entry in new.items():  # a Counter's update() adds
-            container[key] = entry
+            if isinstance(container, list) and key == len(container):
+                container.append(entry)
+            else:
+                container[key] = entry
     else:
         (container.update if isinstance(container, set) else container.extend)(new)
 

@@ -114,7 +114,7 @@ class Journal:
 
 
 _SEQUENCE = (
-    "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__", "__eq__", "__ne__", "__lt__", "__le__",
+    "__delitem__", "__iter__", "__len__", "__contains__", "__eq__", "__ne__", "__lt__", "__le__",
     "__gt__", "__ge__", "__add__", "__mul__", "__imul__", "__rmul__", "__reversed__", "__repr__", "index", "count",
     "copy", "pop", "remove", "reverse", "insert",
 )  # fmt: skip
@@ -137,10 +137,54 @@ class _Sequence(Journal):
 
 @_reads_all(list, (*_SEQUENCE, "sort"))
 class _List(_Sequence, list[Any]):
-    pass
+    """By places: what the call has set it may read; and all, where it has set all that was there before.
+
+    Attributes:
+        earlier: how many entries there were.
+        exchanged: what the call has set in the place of one of those.
+    """
+
+    def begin(self, label: str, container: Any) -> Journal:
+        self.earlier, self.exchanged, self.reads_keys = len(container), dict[int, Any](), False
+        return super().begin(label, container)
+
+    def _earlier_place(self, place: Any) -> int | None:
+        """Which of the entries that there were has a place; None for another."""
+        if not self.keeps or type(place) is not int:
+            return None
+        index = place if place >= 0 else self.earlier + list.__len__(self) - 1 + place
+        return index if 0 <= index < self.earlier else None
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        index = self._earlier_place(place)
+        if index is None:
+            self.require(self.has_all())
+            list.__setitem__(self, place, value)
+        else:
+            self.exchanged[index], self.reads_keys = value, True
+
+    def __getitem__(self, place: Any) -> Any:
+        index = self._earlier_place(place)
+        if index is None or index not in self.exchanged:
+            self.has_all()
+            return super().__getitem__(place)
+        return self.exchanged[index]
+
+    def has_all(self) -> bool:
+        if self.keeps and 0 < len(self.exchanged) == self.earlier:
+            entries = [*(self.exchanged[i] for i in range(self.earlier)), *self.added()]
+            self.clear()
+            self.extend(entries)
+            self.reads_keys = True
+        return super().has_all()
+
+    def change(self) -> Entries | None:
+        if not self.keeps or not self.exchanged:
+            return super().change()
+        return [], {**self.exchanged, **dict(enumerate(self.added(), self.earlier))}
 
 
-@_reads_all(deque, (*_SEQUENCE, "appendleft", "extendleft", "popleft", "rotate"))
+@_reads_all(deque, (*_SEQUENCE, "__setitem__", "appendleft", "extendleft", "popleft", "rotate"))
 class _Deque(_Sequence, deque[Any]):
     pass
 

@@ -84,7 +84,8 @@ def masked(value: Any, label: str, left_out: Collection[str], journals: Mapping[
     if label in left_out:
         return "given"
     if label in journals:
-        return (type(value), *value) if journals[label] else type(value)
+        keys = value if isinstance(value, dict) else (len(value),)
+        return (type(value), *keys) if journals[label] else type(value)
     if not any(other.startswith(f"{label}[") for other in (*left_out, *journals)):
         return value
     if not isinstance(value, list | dict | tuple) and not hasattr(value, "maxlen"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class Logging(Two):
         self.recent: deque[Any] = deque(maxlen=2)
 
 
-def _train(run: Run, model: Any) -> None:
+def _train(run: Run, model: Any, other: Sequence[Any] = ()) -> None:
     """Calls a model more often than what it fixes may have values; another list takes the place of its log."""
     optimizer = sgd(model)
     for step in range(12):
@@ -31,7 +32,7 @@ def _train(run: Run, model: Any) -> None:
         finish(run, model, optimizer)
         run.note("kept", [model.log, model.stats, [*model.recent], type(model.recent)])
         if step == 6:
-            model.log = []
+            model.log = [*other]
 
 
 @loop(ranks=True)
@@ -196,3 +197,79 @@ def entries_are_taken_out(run: Run) -> None:
         run.note("stats", model.stats)
         if step == 1:
             model.stats["mean"] = 5.0
+
+
+@loop(ranks=True)
+def features_in_places_of_a_list(run: Run) -> None:
+    """Of each layer, with a graph, of which the loop makes a term of its loss; the model and a hook may read them."""
+
+    class Places(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features: list[Any] = [None, None, "name"]
+
+        def forward(self, x: Tensor) -> Tensor:
+            for place, layer in enumerate((self.a, self.b)):
+                x = layer(x).tanh()
+                self.features[place] = x
+            return x + self.features[0] + self.features[-2].mean()
+
+    plain = Places().double()
+    counts = [0, 0]
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        counts[0], counts[1] = output.shape[0], 7
+
+    plain.a.register_forward_hook(hook)
+    model = run.compile(plain)
+    optimizer = sgd(model)
+    for step in range(6):
+        output = model(numbers(4 + step % 2, 8, seed=step))
+        (output.square().mean() + model.features[0].abs().mean()).backward()
+        run.note("features", [*model.features, *counts])
+        finish(run, model, optimizer)
+        if step == 3:
+            model.features = [1.0, None, "other"]
+
+
+@loop()
+def all_places_of_a_list_are_set(run: Run) -> None:
+    class Places(Logging):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log = [None, None]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.log[0] = self.a(x).detach().mean()
+            self.log[1] = self.b(x).detach().mean()
+            return self.b(self.a(x)) * sum(self.log)
+
+    _train(run, run.compile(Places().double()), [0.0, 0.0])
+
+
+@loop()
+def a_list_is_set_and_grows(run: Run) -> None:
+    class Grows(Logging):
+        def forward(self, x: Tensor) -> Tensor:
+            self.log[0] = x.shape[0]
+            self.log.append(self.a(x).detach().mean())
+            return self.b(x)
+
+    model = Grows().double()
+    model.log = [0]
+    compiled = run.compile(model)
+    for step in range(4):
+        compiled(numbers(4, 8, seed=step)).sum().backward()
+        run.note("log", [*compiled.log])
+
+
+@program(refused="as an output")
+class ReadsAnEarlierPlace(Logging):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = [0.0] * 20
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.log[0] = h
+        return h + self.log[1] + sum(self.log)  # refused
