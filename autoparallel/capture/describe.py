@@ -85,7 +85,7 @@ def describe(
     nodes = {n.name: n for n in graph.nodes}
     places = {str(inputs[i]): i for i, spec in enumerate(specs[:arguments]) if isinstance(spec, InputSpec)}
     mutated, results, outputs, written = _read_outputs(program, graph, owners, model, places)
-    _leave_unread(graph, buffers, {*mutated, *dict(model.named_buffers())})
+    _leave_unread(graph, buffers, {*mutated, *dict(model.named_buffers(remove_duplicate=False))})
     tensors = [(nodes[n], spec) for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec)]
     price_masks(graph, constants)
     trace_findings.left_out.update(dict.fromkeys(require_static(graph, numbers_given), CHECK))

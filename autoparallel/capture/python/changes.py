@@ -128,6 +128,15 @@ def refused_buffer(label: str, before: Any, now: Any, line: str) -> CaptureError
     return None
 
 
+def refused_gradient(label: str, line: str) -> CaptureError:
+    """The refusal of a tensor with a gradient in a place that calls read."""
+    return refusal(
+        f"a call keeps a tensor that has a gradient in {label}, and reads what was there before,",
+        line,
+        "keep it without one (detach()), and return as an output what is differentiated",
+    )
+
+
 def is_first_value(before: Any, now: Any) -> bool:
     """Whether a call fills a cache that was empty: the next call reads what is there then, and is of another kind."""
     return (before is MISSING or before is None) and all(

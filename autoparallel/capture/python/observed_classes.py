@@ -11,13 +11,15 @@ from autoparallel.graph.python_state import LIBRARIES, is_library
 class Observer(Protocol):
     """What is told of access to objects, by their ``__dict__``; ``write`` also of what is deleted.
 
-    ``read_all`` is told of code that asks for the ``__dict__`` itself, ``read_class`` of what is read of a class.
+    ``read_all`` is told of code that asks for the ``__dict__`` itself, ``read_class`` of what is read of a class;
+    ``is_attribute`` tells which buffers of a copy are plain attributes of the user's.
     """
 
     def read(self, table: dict[str, Any], name: str) -> None: ...
     def read_all(self, table: dict[str, Any]) -> None: ...
     def read_class(self, cls: type, name: str) -> None: ...
     def write(self, table: dict[str, Any], name: str) -> None: ...
+    def is_attribute(self, table: dict[str, Any], name: str) -> bool: ...
 
 
 _OBSERVERS: dict[int, Observer] = {}
@@ -88,9 +90,13 @@ def _observed_class(cls: type) -> type:
             return get(self, name)
 
         def __setattr__(self: Any, name: str, value: Any) -> None:
-            observer = _OBSERVERS.get(id(vars(self)))
+            table = vars(self)
+            observer = _OBSERVERS.get(id(table))
             if observer is not None:
-                observer.write(vars(self), name)
+                observer.write(table, name)
+                if name in table.get("_buffers", ()) and observer.is_attribute(table, name):
+                    table["_buffers"][name] = value  # which may be no tensor
+                    return
             put(self, name, value)
 
         def __delattr__(self: Any, name: str) -> None:

@@ -27,6 +27,7 @@ from autoparallel.capture.python.changes import (
     is_first_value,
     rebound,
     refused_buffer,
+    refused_gradient,
     refused_past_the_model,
     require_may_leave,
 )
@@ -241,6 +242,11 @@ class Recorder:
         elif not isinstance(getattr(type(watched.original), name, None), property):  # whose setter writes another one
             watched.writes[name] = line_of_frame(frame)
 
+    def is_attribute(self, table: dict[str, Any], name: str) -> bool:
+        """Whether a buffer of the copy is a plain attribute of the user's, a tensor."""
+        original = self._watched[id(table)].original
+        return isinstance(original, nn.Module) and name in vars(original)
+
     # -- when it has run --------------------------------------------------------------------------------------------
 
     def take(self, in_order: bool = True) -> dict[str, Any]:
@@ -409,8 +415,9 @@ class Recorder:
             return False
 
     def _take_registered(self, watched: Watched, kind: str, name: str, line: str, written: dict[str, Any]) -> None:
-        """A buffer that is bound to a new tensor becomes one that is changed in place, and one that was empty, or not
-        there, leaves the program; all else is refused."""
+        """A buffer that is bound to a new tensor becomes one that is changed in place. One that was empty, or not
+        there, leaves the program; so does what nobody has read, and is an attribute of the user's or gets a gradient.
+        All else is refused."""
         label = watched.label(name)
         before = watched.tables[kind].get(name)
         table = vars(watched.copy)[kind]
@@ -434,11 +441,16 @@ class Recorder:
                 del table[name]
                 fleeting.discard(name)
             return
-        if now is None and isinstance(before, torch.Tensor) and name not in watched.reads:
+        is_attribute = name in vars(watched.original)
+        has_gradient = isinstance(now, torch.Tensor) and now.requires_grad
+        if name not in watched.reads and (now is None or is_attribute or has_gradient):
             table[name] = before
+            require_may_leave(now, label, line)
             written[label] = now
             self.written[label] = Written(vars(watched.original), name, now, fills=False, line=line)
             return
+        if has_gradient:
+            raise refused_gradient(label, line)
         if refused := refused_buffer(label, before, now, line):
             self._note_change(watched, name, line, before, now, refused)
             table[name] = before

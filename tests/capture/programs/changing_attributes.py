@@ -470,9 +470,9 @@ def table_that_is_replaced_and_written_to(run: Run) -> None:
     over_lengths(run, Sums(), (6, 8, 8))
 
 
-@program(batch=counted, refused="keep its shape and dtype")
+@program(batch=counted, refused="detach")
 class RegistersWhatHasAGradient(Two):
-    """In the place of a buffer of another shape."""
+    """In the place of a buffer of another shape, which it reads to register it."""
 
     def __init__(self) -> None:
         super().__init__()
