@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from autoparallel.graph.python_state import LIBRARIES, is_library
@@ -11,12 +12,13 @@ from autoparallel.graph.python_state import LIBRARIES, is_library
 class Observer(Protocol):
     """What is told of access to objects, by their ``__dict__``; ``write`` also of what is deleted.
 
-    ``read_all`` is told of code that asks for the ``__dict__`` itself, ``read_class`` of what is read of a class;
-    ``is_attribute`` tells which buffers of a copy are plain attributes of the user's.
+    ``read_all`` is told of code that asks for the ``__dict__`` itself, and gives it what the user's object has;
+    ``read_class`` is told of what is read of a class; ``is_attribute`` tells which buffers of a copy are plain
+    attributes of the user's.
     """
 
     def read(self, table: dict[str, Any], name: str) -> None: ...
-    def read_all(self, table: dict[str, Any]) -> None: ...
+    def read_all(self, table: dict[str, Any]) -> Mapping[str, Any]: ...
     def read_class(self, cls: type, name: str) -> None: ...
     def write(self, table: dict[str, Any], name: str) -> None: ...
     def is_attribute(self, table: dict[str, Any], name: str) -> bool: ...
@@ -86,7 +88,7 @@ def _observed_class(cls: type) -> type:
             if observer is not None and name != "__dict__":
                 observer.read(table, name)
             elif observer is not None and not is_library(sys._getframe(1).f_code.co_filename):
-                observer.read_all(table)
+                return observer.read_all(table)
             return get(self, name)
 
         def __setattr__(self: Any, name: str, value: Any) -> None:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import BuiltinMethodType
+from types import BuiltinMethodType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -195,10 +195,14 @@ class Recorder:
                 if name not in table:
                     self.classes.look_at(type(watched.original), name)
 
-    def read_all(self, table: dict[str, Any]) -> None:
-        """Notes that the ``__dict__`` of an object is asked for, and thereby anything that is in it."""
-        for name in list(table) if self._recording else ():
+    def read_all(self, table: dict[str, Any]) -> Mapping[str, Any]:
+        """Notes that the ``__dict__`` of an object is asked for, and thereby anything that is in it; plain attributes
+        that are buffers of the copy are, too, but then nothing can be set there."""
+        buffers = table.get("_buffers")
+        attributes = {name: x for name, x in (buffers or {}).items() if self.is_attribute(table, name)}
+        for name in (*table, *attributes) if self._recording else ():
             self.read(table, name)
+        return MappingProxyType({**table, **attributes}) if attributes else table
 
     def read_class(self, cls: type, name: str) -> None:
         """Notes that an attribute of an object's class is read, of the class itself."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tests.capture.programs.inplace import Two
@@ -64,6 +65,17 @@ class ScaleAmongVars(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) * sum(value for value in vars(self).values() if isinstance(value, float))
+
+
+@program(between=lambda model, step: setattr(model, "scale", torch.ones(8).double() * step), ranks=True)
+class TensorInTheDict(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) * self.__dict__["scale"] if "scale" in self.__dict__ else self.a(x)
+        return self.b(h) * vars(self).get("scale", 0.0)
 
 
 @dataclass(slots=True)
