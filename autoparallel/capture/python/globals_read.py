@@ -109,7 +109,7 @@ class GlobalsRead(Watcher):
         self._links: dict[Hashable, tuple[str, Callable[[], Any]]] = {}
         self._closures: set[Hashable] = set()
         self._caches: list[Any] = []
-        self._made: set[int] = set()
+        self._new_modules: set[int] = set()
         self._problem = ""
         self.checks = 0
 
@@ -209,7 +209,7 @@ class GlobalsRead(Watcher):
             module = frame.f_locals["self"]
             self._note_module(module, type(module).__name__, frame)
         elif code is _INIT:
-            self._made.add(id(frame.f_locals["self"]))
+            self._new_modules.add(id(frame.f_locals["self"]))
         entry = self._codes.get(id(code))
         if entry is None:
             loads = loads_of(code) if self._looks_into(code, frame.f_globals) else None
@@ -433,7 +433,7 @@ class GlobalsRead(Watcher):
 
     def _note_module(self, value: Any, label: str, frame: types.FrameType) -> None:
         """Notes what a module has that is no part of the model, as it may be called, and was not made by the call."""
-        if not isinstance(value, torch.nn.Module) or is_observed(value) or id(value) in self._made:
+        if not isinstance(value, torch.nn.Module) or is_observed(value) or id(value) in self._new_modules:
             return
         if (id(value), "all") not in self._roots and not is_of_tracing(value):
             for path, module in modules_apart(value, self._members).items():
