@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from autoparallel import _torch
+from autoparallel.capture.python.loss_functions import with_variable
 from autoparallel.comm.groups import bind, inner_mesh, whole_group, whole_group_name, with_data_axis
 from autoparallel.comm.world import PIPELINE_AXIS, usable_mesh
 from autoparallel.compiler import Compiler, Settings, mesh_of
@@ -205,7 +206,7 @@ def compile(
         profile=profile,
         plan=plan,
         pins=parse_pins(pins, forbid),
-        loss_fn=loss_fn,
+        loss_fn=with_variable(loss_fn),
         memory_limit=limit_in_bytes(memory_limit, profile),
         outputs=outputs,
         precision=precision,

@@ -87,7 +87,8 @@ class GlobalsRead(Watcher):
     numpy's generators.
 
     Args:
-        owners: objects whose methods run, but which are no part of the model: the trainer of a bound loss function.
+        owners: objects whose methods run, but which are no part of the model, as the trainer of a bound loss function,
+            with what finds the variables that have them.
         packages: the installed packages that the model's classes come from; what others hold is no state of its.
         model: the user's.
 
@@ -96,14 +97,14 @@ class GlobalsRead(Watcher):
         names: of the variables read that are looked after (see ``graph.surroundings``): a copy has other values there.
     """
 
-    def __init__(self, owners: tuple[Any, ...], packages: frozenset[str], model: torch.nn.Module) -> None:
+    def __init__(self, owners: list[tuple[Any, Finder]], packages: frozenset[str], model: torch.nn.Module) -> None:
         self._packages, self._surroundings = packages, surroundings_of(model)
         self.names: set[str] = set()
         self._members = {id(x) for x in (*model.modules(), *_torch.tensors.parameters_of(model), *model.buffers())}
         self._classes = {*map(id, (torch.Tensor, torch.nn.Parameter, *map(type, model.modules())))}
         self._roots: dict[Hashable, Root] = {}
         self._codes: dict[int, tuple[types.CodeType, Loads | None]] = {}
-        self._owners: dict[int, tuple[Any, Finder]] = {id(owner): (owner, find_nothing) for owner in owners}
+        self._owners: dict[int, tuple[Any, Finder]] = {id(owner): (owner, find) for owner, find in owners}
         arguments = [x for function in partials_of(model) for x in arguments_of(function)]
         self._arguments = [(x.read(), x) for x in arguments if may_change(x.read())]
         self._links: dict[Hashable, tuple[str, Callable[[], Any]]] = {}

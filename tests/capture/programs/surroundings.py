@@ -307,6 +307,40 @@ def loss_function_that_logs(run: Run) -> None:
         run.note("history", history)
 
 
+class LossWithState:
+    """Weighs itself by what it has seen, and by what the loop sets."""
+
+    def __init__(self) -> None:
+        self.steps, self.weight = 0, 1.0
+        self.average: Tensor | None = None
+        self.log: list[float] = []
+
+    def __call__(self, output: Tensor, target: Tensor, scale: float = 1.0) -> Tensor:
+        self.steps += 1
+        loss = F.mse_loss(output, target) * self.weight * scale / self.steps
+        self.average = loss.detach() if self.average is None else 0.9 * self.average + 0.1 * loss.detach()
+        self.log.append(loss.item())
+        return loss + self.average
+
+    def of(self, output: Tensor, target: Tensor, scale: float = 1.0) -> Tensor:
+        return self(output, target, scale)
+
+
+@loop(ranks=True)
+def losses_that_are_objects(run: Run) -> None:
+    """As it is, by a method, and in a partial."""
+    for kind in range(3):
+        loss = LossWithState()
+        loss_fn = (loss, loss.of, functools.partial(loss.of, scale=0.5))[kind]
+        model = run.compile(two().double(), loss_fn)
+        optimizer = sgd(model)
+        for step in range(STEPS + 1):
+            model(numbers(4, 8, seed=step), numbers(4, 8, seed=step + 9)).backward()
+            finish(run, model, optimizer)
+            run.note("loss", [loss.steps, loss.average, [*loss.log]])
+            loss.weight = 1.0 + step
+
+
 @loop(ranks=True)
 def layers_that_log_to_one_list(run: Run) -> None:
     """Layers that are alike, of which one would be traced for all."""
