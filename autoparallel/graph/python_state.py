@@ -29,7 +29,7 @@ from autoparallel import _torch
 from autoparallel.graph.arrays import Array
 from autoparallel.graph.generators import GENERATORS, state_of
 from autoparallel.graph.input_values import ValuesRead
-from autoparallel.graph.labels import label_of_entry
+from autoparallel.graph.labels import is_key, label_of_entry
 from autoparallel.operators.opaque import CONSTANTS
 
 MISSING: Any = object()
@@ -302,7 +302,8 @@ def _numbers_changed(before: Hashable, now: Any, label: str) -> dict[str, tuple[
         values, entries = {freeze(i): value for i, value in enumerate(before[1])}, list(enumerate(now))
     changes: dict[str, tuple[Any, Any]] = {}
     for key, x in entries:
-        changes |= _numbers_changed(values.get(freeze(key)), x, label_of_entry(label, key))
+        if is_key(key):
+            changes |= _numbers_changed(values.get(freeze(key)), x, label_of_entry(label, key))
     return changes
 
 

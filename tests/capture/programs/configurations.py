@@ -224,9 +224,12 @@ def weights_in_lists_and_dicts(run: Run) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.weights, self.options = [1.0, 2.0], {"loss": {"scale": 1.0, "power": 2}, "name": "plain"}
+            self.by_kind = {torch.float64: 1.0}
 
         def forward(self, x: Tensor) -> Tensor:
-            h = sum(w * layer(x) for w, layer in zip(self.weights, (self.a, self.b), strict=True))
+            h = self.by_kind[x.dtype] * sum(
+                w * layer(x) for w, layer in zip(self.weights, (self.a, self.b), strict=True)
+            )
             scaled = h * self.options["loss"]["scale"]  # type: ignore[index]
             return scaled.square() if self.options["name"] == "square" else scaled  # type: ignore[no-any-return]
 
@@ -235,6 +238,7 @@ def weights_in_lists_and_dicts(run: Run) -> None:
     def change(step: int) -> None:
         model.weights[1], model.options["loss"]["scale"] = 1.0 / step, 0.5 * step  # type: ignore[index]
         model.options["name"] = "square" if step > 2 else "plain"
+        model.by_kind[torch.float64] = 1.0 + step // 3
 
     train(run, model, change)
 
