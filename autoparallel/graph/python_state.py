@@ -13,7 +13,7 @@ import threading
 import types
 from argparse import Namespace
 from array import array
-from collections import UserList, deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -48,6 +48,8 @@ WITH_STATE = (Distribution, torch.optim.Optimizer, torch.optim.lr_scheduler.LRSc
 
 _HOLDERS = (Mapping, list, tuple, set, frozenset, deque, UserList)
 """What is compared by what it holds, also where it is of a user's class."""
+
+_BUILTIN = frozenset((dict, list, tuple, set, frozenset, deque))
 
 OF_INPUTS = "what Python reads of the inputs at"
 """How the label of such a value begins."""
@@ -101,12 +103,14 @@ def freeze(value: Any, deep: bool = False, outer: tuple[int, ...] = ()) -> Hasha
     if id(value) in outer:
         return "again", outer.index(id(value))
     outer = (*outer, id(value))
+    beside = freeze(attributes, True, outer) if deep and (attributes := attributes_beside(value)) else None
     if isinstance(value, tuple | list | deque | UserList):
-        return type(value), tuple([freeze(x, deep, outer) for x in value])
+        return type(value), tuple([freeze(x, deep, outer) for x in value]), beside
     if isinstance(value, Mapping) and not isinstance(value, OPAQUE):
-        return type(value), tuple([(freeze(k, deep, outer), freeze(v, deep, outer)) for k, v in value.items()])
+        items = tuple([(freeze(k, deep, outer), freeze(v, deep, outer)) for k, v in value.items()])
+        return type(value), items, beside
     if isinstance(value, set | frozenset):
-        return type(value), frozenset([freeze(x, deep, outer) for x in value])
+        return type(value), frozenset([freeze(x, deep, outer) for x in value]), beside
     if isinstance(value, array | bytearray):
         return type(value), bytes(value)
     if isinstance(value, GENERATORS):
@@ -142,6 +146,27 @@ def _has_table(cls: Any) -> bool:
 def is_users(cls: type) -> bool:
     """Whether a class is written in Python, and not of a library whose state is no model's."""
     return bool(cls.__flags__ & _HEAP_TYPE) and cls.__module__.partition(".")[0] not in LIBRARIES
+
+
+def attributes_beside(value: Any) -> dict[str, Any]:
+    """The attributes that a list, a dict or a set of a class in the user's own code has beside its entries."""
+    cls: Any = type(value)
+    if cls in _BUILTIN or not isinstance(value, _HOLDERS) or not _is_written(cls) or not is_data(value):
+        return {}
+    table = vars(value)
+    entries = {"data": table.get("data")} if isinstance(value, UserDict | UserList) else value
+    entries = entries if isinstance(entries, dict) else {}
+    return {name: x for name, x in table.items() if dict.get(entries, name, MISSING) is not x}
+
+
+@cache
+def _is_written(cls: type) -> bool:
+    return is_users(cls) and not is_installed(file_of(cls))
+
+
+def file_of(cls: type) -> str:
+    """The file in which a class is written."""
+    return str(getattr(sys.modules.get(cls.__module__), "__file__", ""))
 
 
 def slots_of(value: Any) -> tuple[str, ...]:

@@ -66,10 +66,6 @@ class Cell(Variable):
         if value is MISSING:
             del self.owner.cell_contents
 
-    def is_left(self) -> bool:
-        """Whether no function has it any more, as is so for locals of a call that is over."""
-        return sys.getrefcount(self.owner) <= 2  # ours, and the argument
-
 
 class Attribute(Variable):
     """An attribute of a module of Python's, of a class or of a function."""
@@ -118,6 +114,11 @@ class PartialArgument(Variable):
 
     def _positional(self) -> dict[str, Any]:
         return {str(place): value for place, value in enumerate(self.owner.args)}
+
+
+def is_left(variable: Variable | None) -> bool:
+    """Whether a variable is a cell that no function has any more, as is so for locals of a call that is over."""
+    return isinstance(variable, Cell) and sys.getrefcount(variable.owner) <= 2  # the variable's, and the argument
 
 
 def contents_of(cell: CellType) -> Any:

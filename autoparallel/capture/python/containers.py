@@ -15,7 +15,7 @@ import numpy as np
 
 from autoparallel.graph.generators import GENERATORS
 from autoparallel.graph.labels import is_key, label_of_entry
-from autoparallel.graph.python_state import MISSING, freeze, is_data, is_plain, is_same, slots_of
+from autoparallel.graph.python_state import MISSING, attributes_beside, freeze, is_data, is_plain, is_same, slots_of
 
 BY_VALUE = (np.ndarray, array, bytearray, *GENERATORS)
 """What holds numbers, or draws them."""
@@ -146,6 +146,7 @@ def everything_in(value: Any) -> Iterator[Any]:
         yield value
         if isinstance(value, list | tuple | dict | set | deque):
             left.extend(value.values() if isinstance(value, dict) else value)
+            left.extend([vars(value)] if attributes_beside(value) else ())
         elif isinstance(value, partial):
             left.extend((value.func, value.args, value.keywords))
         elif is_data(value) or isinstance(value, UserDict | UserList):

@@ -57,7 +57,7 @@ from autoparallel.graph.python_state import (
     slots_of,
 )
 from autoparallel.graph.surroundings import surroundings_of
-from autoparallel.graph.variables import Attribute, Cell, Default, Global, Variable, arguments_of, cells_of
+from autoparallel.graph.variables import Attribute, Cell, Default, Global, Variable, arguments_of, cells_of, is_left
 
 _CACHE = type(cache(len))
 _CALL, _INIT = torch.nn.Module._call_impl.__code__, torch.nn.Module.__init__.__code__
@@ -107,7 +107,7 @@ class GlobalsRead(Watcher):
         self._owners: dict[int, tuple[Any, Finder]] = {id(owner): (owner, find) for owner, find in owners}
         arguments = [x for function in partials_of(model) for x in arguments_of(function)]
         self._arguments = [(x.read(), x) for x in arguments if may_change(x.read())]
-        self._links: dict[Hashable, tuple[str, Callable[[], Any]]] = {}
+        self._links: dict[Hashable, tuple[str, Callable[[], Any], Variable | None]] = {}
         self._closures: set[Hashable] = set()
         self._caches: list[Any] = []
         self._new_modules: set[int] = set()
@@ -135,7 +135,9 @@ class GlobalsRead(Watcher):
         drawn = self.drawn()
         random.setstate(self._python)
         np.random.set_state(self._numpy)
-        self._roots = {key: root for key, root in self._roots.items() if not root.is_left()}
+        self._links = {key: link for key, link in self._links.items() if key not in self._roots}
+        self._links = {key: link for key, link in self._links.items() if not is_left(link[2])}
+        self._roots = {key: root for key, root in self._roots.items() if not is_left(root.variable)}
         changed = [root for root in self._roots.values() if root.changed()]
         for root in changed:
             root.now = shown(root.read())
@@ -193,9 +195,8 @@ class GlobalsRead(Watcher):
                 label = state.watch(root.label, root.read, root.key, deep=True)
             if type(root.value) in (int, float) or isinstance(root.value, list | dict):
                 state.around[label] = partial(root.look_after, self._surroundings)
-        for key, (label, read) in self._links.items():
-            if key not in self._roots:
-                state.watch(label, read, ("link", key))
+        for key, (label, read, _) in self._links.items():
+            state.watch(label, read, ("link", key))
         return state
 
     # -- while functions run ----------------------------------------------------------------------------------------
@@ -286,6 +287,8 @@ class GlobalsRead(Watcher):
                 find = partial(_alone, variable)
                 if is_data(value) and not installed:
                     self._owners[id(value)] = value, find  # perhaps it is a method, which reads others
+                if not installed:
+                    self._add_link((id(table), name), name, variable.read)
                 self._add_chain(name, value, tuple(attributes), frame, find)
             else:
                 self._add_variable(variable, name, frame)
@@ -352,21 +355,25 @@ class GlobalsRead(Watcher):
             if looked_after or value is MISSING or name not in loads.bound and isinstance(value, _OF_TRACES):
                 continue
             self._note_module(value, name, frame)
-            if attributes and not is_plain(value) and not is_container(value):
+            is_link = bool(attributes) and not is_plain(value) and not is_container(value)
+            if is_link:
                 find = partial(cells_of, frame.f_code, name, value)
                 if is_data(value):
                     self._owners[id(value)] = value, find
                 self._add_chain(name, value, tuple(attributes), frame, find)
-                continue
             if cells is None:
                 held = id(frame.f_code), tuple([id(values.get(n)) for n in frame.f_code.co_freevars])
                 if held in self._closures:
                     return
                 self._closures.add(held)
                 cells = cells_of_frame(frame.f_code, values)
-            cell = cells.get(name)
-            if cell is not None and not self._is_looked_after(Cell(cell, name), name in loads.stored):
-                self._add_variable(Cell(cell, name), name, frame)
+            variable = Cell(cells[name], name) if name in cells else None
+            if variable is None or self._is_looked_after(variable, name in loads.stored):
+                continue
+            if is_link:
+                self._add_link((id(variable.owner), name), name, variable.read, variable)
+            else:
+                self._add_variable(variable, name, frame)
 
     def _is_looked_after(self, variable: Variable, is_stored: bool = False) -> bool:
         """Whether a copy of the model has another value of a variable, which it reads unless it only binds it."""
@@ -441,9 +448,10 @@ class GlobalsRead(Watcher):
                 read, write = partial(attributes_of, module), partial(set_attributes, module)
                 self._add((id(module), "all"), f"{label}.{path}" if path else label, read, write, frame)
 
-    def _add_link(self, key: Hashable, label: str, read: Callable[[], Any]) -> None:
+    def _add_link(self, key: Hashable, label: str, read: Callable[[], Any], variable: Variable | None = None) -> None:
         """A place from which more is read, whose object may be replaced by another."""
-        self._links.setdefault(key, (label, read))
+        if not isinstance(read(), types.ModuleType):
+            self._links.setdefault(key, (label, read, variable))
 
     def _add_variable(self, variable: Variable, label: str, frame: types.FrameType) -> None:
         key, find = (id(variable.owner), variable.name), partial(_alone, variable)

@@ -6,7 +6,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from autoparallel.graph.python_state import LIBRARIES, is_library
+from torch import nn
+
+from autoparallel import _torch
+from autoparallel.graph.python_state import LIBRARIES, OURS, is_library
+
+_OF_TRACING = _torch.export.FOLDER, OURS
 
 
 class Observer(Protocol):
@@ -87,7 +92,7 @@ def _observed_class(cls: type) -> type:
             observer = _OBSERVERS.get(id(table))
             if observer is not None and name != "__dict__":
                 observer.read(table, name)
-            elif observer is not None and not is_library(sys._getframe(1).f_code.co_filename):
+            elif observer is not None and _asks_for_model(self, sys._getframe(1).f_code.co_filename):
                 return observer.read_all(table)
             return get(self, name)
 
@@ -107,13 +112,26 @@ def _observed_class(cls: type) -> type:
                 observer.write(vars(self), name)
             remove(self, name)
 
+        def __reduce_ex__(self: Any, protocol: int) -> Any:
+            observer = _OBSERVERS.get(id(get(self, "__dict__")))
+            if observer is not None and _asks_for_model(self, sys._getframe(1).f_code.co_filename):
+                observer.read_all(vars(self))  # of which ``copy`` asks in C
+            return methods.__reduce_ex__(self, protocol)
+
         body = {
             "__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
             "__getattribute__": __getattribute__, "__setattr__": __setattr__, "__delattr__": __delattr__,
+            "__reduce_ex__": __reduce_ex__,
         }  # fmt: skip
         observed = _observed_metaclass(type(cls))(cls.__name__, (cls,), body)
         _CLASSES[cls], _BODIES[observed] = observed, frozenset(vars(observed))
     return _CLASSES[cls]
+
+
+def _asks_for_model(subject: Any, filename: str) -> bool:
+    """Whether code in a file asks for a ``__dict__`` as a model's does, also by Python's own: ``"a" in namespace``,
+    ``copy.copy(config)``."""
+    return not is_library(filename) or not isinstance(subject, nn.Module) and not filename.startswith(_OF_TRACING)
 
 
 def _observed_metaclass(metaclass: type) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -15,7 +14,7 @@ from torch import fx, nn
 from autoparallel.capture.python.places import Place, masked
 from autoparallel.capture.python.watched import Watched
 from autoparallel.graph.labels import label_of_entry
-from autoparallel.graph.python_state import MISSING, PythonState, is_data, is_installed, is_users, slots_of
+from autoparallel.graph.python_state import MISSING, PythonState, file_of, is_data, is_installed, is_users, slots_of
 
 
 def note_read(
@@ -62,6 +61,12 @@ def note_read(
             note_read_of_class(state, type(owner), name)
 
 
+def note_names(state: PythonState, watched: Watched) -> None:
+    """Notes which attributes an object has, and in which order."""
+    table = vars(watched.original)
+    state.watch(watched.label("__dict__"), partial(list, table), (id(table), "__dict__"))
+
+
 def note_shared(state: PythonState, places: Sequence[Place]) -> None:
     """Notes that one container stands in several places."""
     first, *others = places
@@ -88,15 +93,11 @@ def note_read_of_class(state: PythonState, cls: type, name: str) -> None:
 def is_settings_class(value: Any) -> bool:
     """Whether a value is a class of the user's own, whose attributes may be what a model reads (``self.config =
     Config``)."""
-    return isinstance(value, type) and is_users(value) and not is_installed(_file_of(value)) and not _is_fixed(value)
+    return isinstance(value, type) and is_users(value) and not is_installed(file_of(value)) and not _is_fixed(value)
 
 
 def _is_fixed(cls: type) -> bool:
     return issubclass(cls, Enum | nn.Module | torch.Tensor)
-
-
-def _file_of(cls: type) -> str:
-    return str(getattr(sys.modules.get(cls.__module__), "__file__", ""))
 
 
 def _settings_reader(read: Callable[[], Any]) -> Callable[[], Any]:

@@ -42,7 +42,7 @@ from autoparallel.capture.python.given_entries import changes_of_remade
 from autoparallel.capture.python.held_containers import HeldContainers
 from autoparallel.capture.python.journals import Journal
 from autoparallel.capture.python.observed_classes import observe, release, written_to
-from autoparallel.capture.python.reads import note_read, note_shared
+from autoparallel.capture.python.reads import note_names, note_read, note_shared
 from autoparallel.capture.python.watched import INTERNAL, TABLES, Watched, WatchedVariables, is_bookkeeping
 from autoparallel.graph.carried_attributes import ChangesAttributesError, may_be_carried
 from autoparallel.graph.changed_arguments import ENTRIES
@@ -137,6 +137,7 @@ class Recorder:
             observe(copied, self)
         except TypeError:  # all that it has counts as read
             watched.reads.update(n for n in vars(original) if n not in INTERNAL)
+            watched.all_read = not isinstance(original, nn.Module)
         self._watched[id(vars(copied))] = watched
 
     def __enter__(self) -> Recorder:
@@ -196,12 +197,14 @@ class Recorder:
                     self.classes.look_at(type(watched.original), name)
 
     def read_all(self, table: dict[str, Any]) -> Mapping[str, Any]:
-        """Notes that the ``__dict__`` of an object is asked for, and thereby anything that is in it; plain attributes
-        that are buffers of the copy are, too, but then nothing can be set there."""
+        """Notes that the ``__dict__`` of an object is asked for, and thereby all that is in it or is not; plain
+        attributes that are buffers of the copy are in it, too, but then nothing can be set there."""
         buffers = table.get("_buffers")
         attributes = {name: x for name, x in (buffers or {}).items() if self.is_attribute(table, name)}
-        for name in (*table, *attributes) if self._recording else ():
-            self.read(table, name)
+        if self._recording:
+            self._watched[id(table)].all_read = True
+            for name in (*table, *attributes):
+                self.read(table, name)
         return MappingProxyType({**table, **attributes}) if attributes else table
 
     def read_class(self, cls: type, name: str) -> None:
@@ -491,6 +494,8 @@ class Recorder:
         for watched in self._watched.values():
             for name in sorted(watched.reads - watched.carried_names):
                 note_read(state, watched, name, *self.containers.read_of(watched, name))
+            if watched.all_read:
+                note_names(state, watched)
         for places in self.containers.shared():
             note_shared(state, places)
         self.classes.add_to(state)

@@ -16,7 +16,7 @@ from autoparallel.capture.python.containers import entries_of, everything_in, ho
 from autoparallel.graph.generators import GENERATORS, set_state, state_of
 from autoparallel.graph.python_state import MISSING, WITH_STATE, freeze, is_data, slots_of
 from autoparallel.graph.surroundings import SCRIPT, TRACED, Surroundings
-from autoparallel.graph.variables import Attribute, Cell, Variable
+from autoparallel.graph.variables import Attribute, Variable
 
 Finder = Callable[[], Sequence[Variable]]
 """Finds the variables that have an object."""
@@ -73,10 +73,6 @@ class Root:
         self.value = read()
         self.frozen: Hashable = freeze(self.value, deep=True)
         self._contents = [(x, _content_of(x)) for x in everything_in(self.value)]
-
-    def is_left(self) -> bool:
-        """Whether it is a cell that no function has any more."""
-        return isinstance(self.variable, Cell) and self.variable.is_left()
 
     def look_after(self, surroundings: Surroundings) -> str | None:
         """Has its value, a number, looked after from now on; the label that it has then, or None where no variable has

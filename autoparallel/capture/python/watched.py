@@ -29,6 +29,7 @@ class Watched:
         path: of the module; of another object the attribute that holds it.
         original, copy: the user's object and that of the copy.
         reads: names that were read before they were written.
+        all_read: whether somebody has asked for the ``__dict__`` itself.
         writes: names that were written, and the line that last did.
         entries: all that there was before.
         tables: of a module the buffers, parameters and modules that there were.
@@ -41,6 +42,7 @@ class Watched:
     original: Any
     copy: Any
     reads: set[str] = field(default_factory=set)
+    all_read: bool = False
     writes: dict[str, str] = field(default_factory=dict)
     entries: dict[str, Any] = field(default_factory=dict)
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
+from argparse import Namespace
 from collections import UserDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -212,6 +215,74 @@ def learning_rates_of_optimizers(run: Run) -> None:
         schedule.step()
         model.optimizer.param_groups[0]["lr"] = 1.0 / step
         count.value = step
+
+    train(run, model, change)
+
+
+class Scaling(dict[str, Any]):
+    """Has an attribute beside its entries."""
+
+    factor: float
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name) * self.factor
+
+
+@loop(ranks=True)
+def settings_with_attributes_beside_entries(run: Run) -> None:
+    config = Scaling(scale=1.0)
+    config.factor = 2.0
+
+    class Around(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x)) * config["scale"]
+
+    train(run, Around(), lambda step: setattr(config, "factor", 1.0 / step))
+
+
+@loop(ranks=True)
+def settings_that_are_replaced(run: Run) -> None:
+    """A variable around the model, of which the model reads attributes, is bound to another object, and so is a
+    teacher, of which it calls a method, and a tensor."""
+    config, teacher, weight = Namespace(scale=1.0), Two().double().requires_grad_(False), numbers(8, 8, seed=9)
+
+    class Around(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x)) * config.scale - teacher.a.forward(x) @ weight.t()
+
+    def change(step: int) -> None:
+        nonlocal config, teacher, weight
+        if step % 3 == 0:
+            config = Namespace(scale=1.0 + step)
+        elif step % 3 == 1:
+            teacher = Two().double().requires_grad_(False)
+        else:
+            weight = weight * 2
+
+    train(run, Around(), change)
+
+
+@loop(ranks=True)
+def names_of_settings(run: Run) -> None:
+    """Code of Python's own asks for all of them."""
+
+    class Asks(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.space = Namespace(scale=1.0), SimpleNamespace(scale=1.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x) * 2.0 if "twice" in self.config else self.a(x)
+            return self.b(h) * copy.copy(self.config).scale * len(vars(self.space))
+
+    model = Asks()
+
+    def change(step: int) -> None:
+        model.config.scale = 1.0 + step // 2
+        if step == 2:
+            model.config.twice = True
+        if step == 4:
+            model.space.more = True
 
     train(run, model, change)
 
