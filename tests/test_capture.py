@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import cProfile
 import inspect
 import logging
@@ -515,20 +516,19 @@ class _Shares(nn.Module):
         return self.linear(x) + self.read
 
 
-def _share_after_a_call() -> list[str]:
-    errors = []
+def _share_after_a_call() -> list[float]:
+    off = []
     for called in (False, True):
-        model, x = _Shares(), torch.rand(4, 4)
+        model, x = _Shares().double(), torch.rand(4, 4, dtype=torch.float64)
+        plain = copy.deepcopy(model)
         compiled = autoparallel.compile(model, mesh_of(1), plan="fsdp")
         if called:
-            compiled(x)
-        compiled.read = compiled.total
-        with pytest.raises(CaptureError) as error:
-            compiled(x)
-        errors.append(str(error.value))
-    return errors
+            compiled(x), plain(x)
+        compiled.read, plain.read = compiled.total, plain.total
+        off += [float((compiled(x) - plain(x)).abs().max()) for _ in range(2)]
+        off.append(float((compiled.read - plain.read).abs().max()))
+    return off
 
 
 def test_two_buffers_that_are_made_one_are_not_taken_for_two() -> None:
-    for error in run_distributed(_share_after_a_call, world_size=1)[0]:
-        assert "registered as total and as read is changed in place" in error and "register it once" in error
+    assert max(run_distributed(_share_after_a_call, world_size=1)[0]) < 1e-12

@@ -61,7 +61,6 @@ from autoparallel.graph.variables import Attribute, Cell, Default, Global, Varia
 
 _CACHE = type(cache(len))
 _CALL, _INIT = torch.nn.Module._call_impl.__code__, torch.nn.Module.__init__.__code__
-_OF_TRACES = (torch.Tensor, torch.SymInt)
 _COLLECTIONS = (list, tuple, set, frozenset)
 
 
@@ -352,7 +351,7 @@ class GlobalsRead(Watcher):
             looked_after = None if is_plain(value) else self._surroundings.name_holding(value)
             if looked_after and name not in loads.stored:
                 self.names.add(looked_after)
-            if looked_after or value is MISSING or name not in loads.bound and isinstance(value, _OF_TRACES):
+            if looked_after or value is MISSING or name not in loads.bound and _is_of_trace(value):
                 continue
             self._note_module(value, name, frame)
             is_link = bool(attributes) and not is_plain(value) and not is_container(value)
@@ -483,6 +482,11 @@ class GlobalsRead(Watcher):
             )
             return
         self._roots[key] = Root(key, label, read, write, variable, find, line_of_frame(frame))
+
+
+def _is_of_trace(value: Any) -> bool:
+    """Whether a function that the call makes has a value of the call in a cell."""
+    return isinstance(value, torch.SymInt) or isinstance(value, torch.Tensor) and _torch.export.is_fake(value)
 
 
 def _alone(variable: Variable) -> list[Variable]:
