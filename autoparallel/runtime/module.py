@@ -191,9 +191,10 @@ class ParallelModule(Face):
                 tokens = plain.generate(prompt, max_new_tokens=20)
 
         Inside, the model's own modules have plain, full parameters, which are not trained; a parameter that lies whole
-        is not copied. What is written to them in place is kept: each rank takes its part when it leaves, so every rank
-        must write the same. It is entered and left by all ranks together; nothing in between communicates. Entered
-        within itself it does nothing.
+        is not copied. What calls have kept in attributes has no graph there, so that the model can be copied. What is
+        written to them in place is kept: each rank takes its part when it leaves, so every rank must write the same.
+        It is entered and left by all ranks together; nothing in between communicates. Entered within itself it does
+        nothing.
 
         Raises:
             RuntimeError: for parameters on the meta device; when it is left, where a parameter was replaced inside

@@ -105,7 +105,8 @@ class WholeModel:
             module._parameters[name] = full[id(parameter)]
         self.entered = True
         try:
-            yield self.plain
+            with _without_graphs(self.plain):
+                yield self.plain
         finally:
             self.entered = False
             replaced = [
@@ -125,6 +126,22 @@ class WholeModel:
             for _, _, parameter in places:
                 _take_back(parameter, full[id(parameter)])
                 make_again(parameter, full[id(parameter)].detach())  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _without_graphs(model: nn.Module) -> Iterator[None]:
+    """Inside, what calls keep in attributes has no graph, with which nothing is copied or saved."""
+    tables = [table for module in model.modules() for table in (vars(module), module._buffers)]
+    held = [(table, name, x) for table in tables for name, x in table.items() if isinstance(x, torch.Tensor)]
+    tensors = [(table, name, x, x.detach()) for table, name, x in held if x.grad_fn is not None]
+    for table, name, _, twin in tensors:
+        table[name] = twin
+    try:
+        yield
+    finally:
+        for table, name, tensor, twin in tensors:
+            if table.get(name) is twin:
+                table[name] = tensor
 
 
 def _lent(value: torch.Tensor, is_trained: bool) -> nn.Parameter:
