@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import BuiltinMethodType, MappingProxyType
+from types import BuiltinMethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +43,14 @@ from autoparallel.capture.python.held_containers import HeldContainers
 from autoparallel.capture.python.journals import Journal
 from autoparallel.capture.python.observed_classes import observe, release, written_to
 from autoparallel.capture.python.reads import note_names, note_read, note_shared
-from autoparallel.capture.python.watched import INTERNAL, TABLES, Watched, WatchedVariables, is_bookkeeping
+from autoparallel.capture.python.watched import (
+    INTERNAL,
+    TABLES,
+    AllAttributes,
+    Watched,
+    WatchedVariables,
+    is_bookkeeping,
+)
 from autoparallel.graph.carried_attributes import ChangesAttributesError, may_be_carried
 from autoparallel.graph.changed_arguments import ENTRIES
 from autoparallel.graph.errors import CaptureError, refusal, refused_draw
@@ -197,15 +204,13 @@ class Recorder:
                     self.classes.look_at(type(watched.original), name)
 
     def read_all(self, table: dict[str, Any]) -> Mapping[str, Any]:
-        """Notes that the ``__dict__`` of an object is asked for, and thereby all that is in it or is not; plain
-        attributes that are buffers of the copy are in it, too, but then nothing can be set there."""
-        buffers = table.get("_buffers")
-        attributes = {name: x for name, x in (buffers or {}).items() if self.is_attribute(table, name)}
+        """Notes that the ``__dict__`` of an object is asked for, and thereby all that is in it or is not."""
+        tensors = [name for name in table.get("_buffers") or () if self.is_attribute(table, name)]
         if self._recording:
             self._watched[id(table)].all_read = True
-            for name in (*table, *attributes):
+            for name in (*table, *tensors):
                 self.read(table, name)
-        return MappingProxyType({**table, **attributes}) if attributes else table
+        return AllAttributes(table, tensors) if tensors else table
 
     def read_class(self, cls: type, name: str) -> None:
         """Notes that an attribute of an object's class is read, of the class itself."""

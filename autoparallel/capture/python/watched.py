@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -147,6 +147,41 @@ class WatchedVariables(Watched):
         if self.stood:  # in the middle of a run
             self._take()
         return super().changed()
+
+
+class AllAttributes(MutableMapping[str, Any]):
+    """The ``__dict__`` of a module as the user's has it: plain attributes that are tensors are buffers of the copy.
+
+    Args:
+        table: that of the copy.
+        tensors: the names of those attributes.
+    """
+
+    def __init__(self, table: dict[str, Any], tensors: Collection[str]) -> None:
+        self._table, self._tensors = table, dict.fromkeys(tensors)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._table["_buffers"][name] if name in self._left() else self._table[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._table[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del (self._table["_buffers"] if name in self._left() else self._table)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._table, *self._left()))
+
+    def __len__(self) -> int:
+        return len(self._table) + len(self._left())
+
+    def copy(self) -> dict[str, Any]:
+        """As that of a dict."""
+        return dict(self)
+
+    def _left(self) -> list[str]:
+        """The attributes that are still where the copy had them."""
+        return [name for name in self._tensors if name in self._table["_buffers"] and name not in self._table]
 
 
 def is_bookkeeping(module: Any) -> bool:
