@@ -57,7 +57,7 @@ def test_what_is_read_is_planned_without_ranks() -> None:
 def test_of_many_numbers_none_is_read_while_sizes_are_open() -> None:
     leaves = batch(*[1] * 3, *[0] * 20, 4)
     graph = captured(Splits().double(), *leaves, values=True)
-    assert not graph.batches and [kind for kind, _ in (read.value for read in graph.state.inputs[0].reads)] == [list]
+    assert not graph.batches and [kind for kind, *_ in (read.value for read in graph.state.inputs[0].reads)] == [list]
 
 
 def test_the_inputs_are_not_changed_and_slices_have_bounds() -> None:
