@@ -25,11 +25,10 @@ from autoparallel.graph.errors import CaptureError
 from autoparallel.graph.plain_tensors import (
     LOSS,
     REPLACED,
+    held_unregistered,
     is_attribute,
     make_buffer,
-    modules_held_apart,
     not_copied,
-    plain_tensors,
     stand_in,
     trained_attributes,
 )
@@ -88,14 +87,15 @@ class Copies:
         args, (kwargs, beside) = inputs.arguments[0], take_apart(inputs.arguments[1])
         run = method_of(model, beside.method)
         self._cached = asks_for_cache(run, args[:-1] if loss_fn is not None else args, kwargs)
-        tensors = plain_tensors(model)
+        tensors, modules_apart = held_unregistered(model)
         if isinstance(loss_fn, nn.Module):
-            state = {**dict(loss_fn.named_parameters()), **dict(loss_fn.named_buffers()), **plain_tensors(loss_fn)}
+            plain, _ = held_unregistered(loss_fn)
+            state = {**dict(loss_fn.named_parameters()), **dict(loss_fn.named_buffers()), **plain}
             tensors |= {f"{LOSS}.{name}": tensor for name, tensor in state.items() if id(tensor) not in self.fakes}
         require_dense(tensors)  # as buffers they may lie there, unread
         for tensor in tensors.values():
             self.fakes.setdefault(id(tensor), stand_in(tensor, self.fakes, device))
-        self.fakes |= {id(held): held for held in (*not_copied(model), *modules_held_apart(model))}
+        self.fakes |= {id(held): held for held in (*not_copied(model), *modules_apart)}
         self._attributes = [name for name, t in tensors.items() if is_attribute(model, name) and t not in REPLACED]
         self._constants = {
             name: self.fakes[id(t)] for name, t in tensors.items() if name not in self._attributes and t not in REPLACED

@@ -26,7 +26,6 @@ from autoparallel.capture.functional.outputs import Objective, find_objective, s
 from autoparallel.capture.functional.passes import describing_passes
 from autoparallel.capture.python.changes import IN_THE_MODEL
 from autoparallel.capture.refusals.refusals import (
-    is_dense,
     refused_mutation,
     refused_sparse,
     require_dense_values,
@@ -80,7 +79,7 @@ def describe(
     """
     module = graph_module(program.graph)
     graph = module.graph
-    parameters, buffers, constants, inputs = _read_inputs(program, graph, owners, references, model)
+    parameters, buffers, constants, inputs = _read_inputs(program, graph, owners, references, trace_findings.sparse)
     numbers_given = [str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)]
     nodes = {n.name: n for n in graph.nodes}
     places = {str(inputs[i]): i for i, spec in enumerate(specs[:arguments]) if isinstance(spec, InputSpec)}
@@ -138,7 +137,7 @@ def _read_inputs(
     graph: fx.Graph,
     owners: Mapping[str, str],
     references: Mapping[int, torch.Tensor],
-    model: nn.Module,
+    sparse: Container[str],
 ) -> tuple[dict[str, str], dict[str, str], dict[str, torch.Tensor], list[str | None]]:
     """The parameters, buffers, constants and inputs of a trace, as ``Captured`` holds them; every tensor gets one
     placeholder, and what is no tensor loses its own, as does a buffer that is not dense, which nothing reads."""
@@ -149,7 +148,6 @@ def _read_inputs(
     inputs: list[str | None] = []
     _read_parameters_before(graph)
     first_of: dict[str, fx.Node] = {}
-    sparse = {name for name, buffer in model.named_buffers() if not is_dense(buffer)}
     for spec in program.graph_signature.input_specs:
         node = placeholders.get(spec.arg.name)
         if spec.kind == InputKind.USER_INPUT:

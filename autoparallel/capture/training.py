@@ -266,7 +266,7 @@ def _trained_apart(results: Iterable[Any]) -> list[torch.Tensor]:
         variable = getattr(function, "variable", None)
         if variable is not None and not is_fake(variable):
             trained.append(variable)
-        further = [x for x, _ in function.next_functions if x is not None and x not in visited]
+        further = dict.fromkeys(x for x, _ in function.next_functions if x is not None and x not in visited)
         visited.update(further)
         left.extend(further)
     return trained

@@ -88,29 +88,22 @@ def note_replaced(parameter: nn.Parameter, new: nn.Parameter, path: str) -> None
         parameter.__dict__["path"] = path
 
 
-def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that are no parameters and no buffers, by where they are: in the model, or around it."""
-    members = _members_of(model)
+def held_unregistered(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[nn.Module]]:
+    """What a model holds without having registered it: the tensors that are no parameters and no buffers, by where they
+    are, in the model or around it; and the modules, as a teacher in a list, that share nothing with it, and are no part
+    of it."""
+    members = {*map(id, (*model.modules(), *_torch.tensors.parameters_of(model), *model.buffers()))}
     tensors: dict[str, torch.Tensor] = {}
+    apart: list[nn.Module] = []
     for place, held in _held_beside(model, members):
         if isinstance(held, torch.Tensor):
             tensors[place] = held
-        elif not _is_apart(held, members):
+        elif _is_apart(held, members):
+            apart.append(held)
+        else:
             state = (*held.named_parameters(), *held.named_buffers())
             tensors |= {f"{place}.{name}": x for name, x in state if id(x) not in members}
-    return tensors
-
-
-def modules_held_apart(model: nn.Module) -> list[nn.Module]:
-    """The modules that a model holds without having registered them, as a teacher in a list, and that share nothing
-    with it: they are no part of it."""
-    members = _members_of(model)
-    held = (x for _, x in _held_beside(model, members))
-    return [x for x in held if isinstance(x, nn.Module) and _is_apart(x, members)]
-
-
-def _members_of(model: nn.Module) -> set[int]:
-    return {*map(id, (*model.modules(), *_torch.tensors.parameters_of(model), *model.buffers()))}
+    return tensors, apart
 
 
 def _is_apart(module: nn.Module, members: set[int]) -> bool:

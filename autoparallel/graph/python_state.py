@@ -151,22 +151,19 @@ def is_users(cls: type) -> bool:
 def attributes_beside(value: Any) -> dict[str, Any]:
     """The attributes that a list, a dict or a set of a class in the user's own code has beside its entries."""
     cls: Any = type(value)
-    if cls in _BUILTIN or not isinstance(value, _HOLDERS) or not _is_written(cls) or not is_data(value):
+    if cls in _BUILTIN or not isinstance(value, _HOLDERS) or not is_users_code(cls) or not is_data(value):
         return {}
-    table = vars(value)
-    entries = {"data": table.get("data")} if isinstance(value, UserDict | UserList) else value
-    entries = entries if isinstance(entries, dict) else {}
-    return {name: x for name, x in table.items() if dict.get(entries, name, MISSING) is not x}
+    if isinstance(value, UserDict | UserList):
+        return {name: x for name, x in vars(value).items() if name != "data"}
+    entries = value if isinstance(value, dict) else {}
+    return {name: x for name, x in vars(value).items() if dict.get(entries, name, MISSING) is not x}
 
 
 @cache
-def _is_written(cls: type) -> bool:
-    return is_users(cls) and not is_installed(file_of(cls))
-
-
-def file_of(cls: type) -> str:
-    """The file in which a class is written."""
-    return str(getattr(sys.modules.get(cls.__module__), "__file__", ""))
+def is_users_code(cls: type) -> bool:
+    """Whether a class is written in the user's own code, and not in an installed package."""
+    file = str(getattr(sys.modules.get(cls.__module__), "__file__", ""))
+    return is_users(cls) and not is_installed(file)
 
 
 def slots_of(value: Any) -> tuple[str, ...]:

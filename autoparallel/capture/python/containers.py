@@ -47,8 +47,12 @@ def entries_of(container: Any) -> Any:
     them."""
     if isinstance(container, BY_VALUE):
         return freeze(container)
-    if names := slots_of(container):
-        return {name: getattr(container, name, MISSING) for name in names}
+    names = slots_of(container)
+    return {name: getattr(container, name, MISSING) for name in names} if names else plain_copy(container)
+
+
+def plain_copy(container: Any) -> Any:
+    """A list, dict, set or deque of Python's own that holds the same; ``copy()`` of a user's class may make others."""
     kind = _kind_of(container)
     return dict(kind.items(container)) if isinstance(container, dict) else kind(container)
 
@@ -92,7 +96,7 @@ def entries_exchanged(containers: Iterable[Any], exchanged: Mapping[int, Any]) -
     before: list[tuple[Any, Any]] = []
     for container in containers:
         if isinstance(container, list | dict | set | deque) and any(id(x) in exchanged for x in flat(container)):
-            before.append((container, container.copy()))
+            before.append((container, plain_copy(container)))
             entries = [exchanged.get(id(x), x) for x in flat(container)]
             refill(container, zip(*[iter(entries)] * 2, strict=True) if isinstance(container, dict) else entries)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoparallel.capture.python.containers import leaves_of, refill
+from autoparallel.capture.python.containers import leaves_of, plain_copy, refill
 from autoparallel.capture.python.places import Place
 from autoparallel.capture.python.watched import may_leave
 from autoparallel.graph.carried_attributes import may_be_carried
@@ -65,7 +65,7 @@ class GivenEntries:
                 fields[key] = value
                 new[id(container)] = made_of(type(container), fields)
             else:
-                self._before.setdefault(id(container), (container, container.copy()))
+                self._before.setdefault(id(container), (container, plain_copy(container)))
                 container[key] = value
             self._entries.append((container, key, value, label))
             self._alike[id(container)] = alike

@@ -134,8 +134,7 @@ class GlobalsRead(Watcher):
         drawn = self.drawn()
         random.setstate(self._python)
         np.random.set_state(self._numpy)
-        self._links = {key: link for key, link in self._links.items() if key not in self._roots}
-        self._links = {key: link for key, link in self._links.items() if not is_left(link[2])}
+        self._links = {k: link for k, link in self._links.items() if k not in self._roots and not is_left(link[2])}
         self._roots = {key: root for key, root in self._roots.items() if not is_left(root.variable)}
         changed = [root for root in self._roots.values() if root.changed()]
         for root in changed:
@@ -248,6 +247,7 @@ class GlobalsRead(Watcher):
             self.checks += 1
 
     def _is_seen(self, method: Any) -> bool:
+        """Whether it is noted what a method reads."""
         code = getattr(method, "__code__", None)
         return code is not None and self._looks_into(code, method.__globals__)
 

@@ -14,7 +14,7 @@ from torch import fx, nn
 from autoparallel.capture.python.places import Place, masked
 from autoparallel.capture.python.watched import Watched
 from autoparallel.graph.labels import label_of_entry
-from autoparallel.graph.python_state import MISSING, PythonState, file_of, is_data, is_installed, is_users, slots_of
+from autoparallel.graph.python_state import MISSING, PythonState, is_data, is_users, is_users_code, slots_of
 
 
 def note_read(
@@ -93,11 +93,7 @@ def note_read_of_class(state: PythonState, cls: type, name: str) -> None:
 def is_settings_class(value: Any) -> bool:
     """Whether a value is a class of the user's own, whose attributes may be what a model reads (``self.config =
     Config``)."""
-    return isinstance(value, type) and is_users(value) and not is_installed(file_of(value)) and not _is_fixed(value)
-
-
-def _is_fixed(cls: type) -> bool:
-    return issubclass(cls, Enum | nn.Module | torch.Tensor)
+    return isinstance(value, type) and is_users_code(value) and not issubclass(value, Enum | nn.Module | torch.Tensor)
 
 
 def _settings_reader(read: Callable[[], Any]) -> Callable[[], Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autoparallel.capture.python.containers import entries_of, everything_in, holds_the_same, refill
+from autoparallel.capture.python.containers import everything_in, holds_the_same, plain_copy, refill
 from autoparallel.graph.generators import GENERATORS, set_state, state_of
 from autoparallel.graph.python_state import MISSING, WITH_STATE, freeze, is_data, slots_of
 from autoparallel.graph.surroundings import SCRIPT, TRACED, Surroundings
@@ -120,8 +120,10 @@ def _content_of(value: Any) -> Any:
     """A copy of what may change in a value itself; None for nothing."""
     if isinstance(value, GENERATORS):
         return state_of(value)
-    if isinstance(value, list | dict | set | deque | np.ndarray):
-        return value.copy() if isinstance(value, np.ndarray) else entries_of(value)
+    if isinstance(value, list | dict | set | deque):
+        return plain_copy(value)
+    if isinstance(value, np.ndarray):
+        return value.copy()
     if isinstance(value, array | bytearray):
         return value[:]
     slots = {name: getattr(value, name, MISSING) for name in slots_of(value)}

@@ -158,7 +158,7 @@ class AllAttributes(MutableMapping[str, Any]):
     """
 
     def __init__(self, table: dict[str, Any], tensors: Collection[str]) -> None:
-        self._table, self._tensors = table, dict.fromkeys(tensors)
+        self._table, self._tensors = table, tensors
 
     def __getitem__(self, name: str) -> Any:
         return self._table["_buffers"][name] if name in self._left() else self._table[name]

@@ -212,7 +212,8 @@ def _set(func: Any, x: Tensor, key: Any, value: Any) -> Any:
     items = _items_of(x, key)
     opened = _open_items(x, items)
     if not opened:
-        if isinstance(value, Tensor) and all(map(_is_plain, items)) and _share(x, value):
+        in_one = isinstance(value, Tensor) and _torch.tensors.storage_mark(x) == _torch.tensors.storage_mark(value)
+        if in_one and all(map(_is_plain, items)):
             _require_apart(x[_as_key(items, key)], value)
         return func(x, _as_key(items, key), value)
     if len(opened) > 1 or not all(map(_is_plain, items)):
@@ -235,10 +236,6 @@ def _set(func: Any, x: Tensor, key: Any, value: Any) -> Any:
     return None
 
 
-def _share(x: Tensor, other: Tensor) -> bool:
-    return _torch.tensors.storage_mark(x) == _torch.tensors.storage_mark(other)
-
-
 def _require_apart(written: Tensor, read: Tensor) -> None:
     if overlaps(written, read):
         raise refuse(
@@ -250,7 +247,7 @@ def _require_apart(written: Tensor, read: Tensor) -> None:
 
 def _write_over(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     for other in args:
-        if isinstance(x, Tensor) and isinstance(other, Tensor) and _share(x, other):
+        if isinstance(x, Tensor) and isinstance(other, Tensor):
             _require_apart(x, other)
     return func(x, *args, **kwargs)
 
