@@ -139,6 +139,21 @@ storage_mark: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: igno
 """A number of a tensor's storage, which no other has while there is a reference to that, a weak one at least."""
 
 
+def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie in one storage; below what transforms of ``torch.func`` show, and not where one has none,
+    as a sparse tensor."""
+    one, other = below_transforms(one), below_transforms(other)
+    both = torch._C._has_storage(one) and torch._C._has_storage(other)
+    return both and storage_mark(one) == storage_mark(other)
+
+
+def below_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, with all dims, of which transforms of ``torch.func`` show their function a part."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def count_references(tensor: torch.Tensor) -> int:
     """How many refer to a tensor's storage: at least the tensors that lie in it, itself among them."""
     return int(torch._C._storage_Use_Count(storage_mark(tensor)))

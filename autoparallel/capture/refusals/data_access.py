@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autoparallel._torch.tensors import View, storage_mark
+from autoparallel._torch.tensors import View, share_storage, storage_mark
 from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.lines import line_of_frame
 
@@ -120,11 +120,7 @@ def _is_for_parameter(x: torch.Tensor, value: torch.Tensor) -> bool:
 
 def _lies_alike(x: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are the same elements of the same memory."""
-    return (
-        storage_mark(x) == storage_mark(other)
-        and x.storage_offset() == other.storage_offset()
-        and View.of(x) == View.of(other)
-    )
+    return share_storage(x, other) and x.storage_offset() == other.storage_offset() and View.of(x) == View.of(other)
 
 
 def _is_plain_diagonal(x: torch.Tensor, fill_value: Any = 0, wrap: bool = False) -> bool:

@@ -140,7 +140,8 @@ class InputsRead:
         result = call(*args, **kwargs)
         written = [x for x, version in zip(tensors, versions, strict=True) if x._version != version]
         writes = any(x is first for x in written)
-        if sources is None or written and not (writes and all(map(partial(_share, first), written))):
+        in_one = first is not None and all(_torch.tensors.share_storage(first, x) for x in written)
+        if sources is None or written and not (writes and in_one):
             for x in written:  # nobody follows it, or it writes to others than its first operand
                 self._forget(x)
             return result
@@ -278,11 +279,6 @@ class InputsRead:
     def taken(self) -> ValuesRead:
         """All that was read."""
         return ValuesRead(self._reads, None if self._only_numbers else shapes_of(self._leaves))
-
-
-def _share(one: Any, other: Any) -> bool:
-    """Whether two tensors lie in one memory."""
-    return _torch.tensors.storage_mark(one) == _torch.tensors.storage_mark(other)
 
 
 def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:

@@ -212,7 +212,7 @@ def _set(func: Any, x: Tensor, key: Any, value: Any) -> Any:
     items = _items_of(x, key)
     opened = _open_items(x, items)
     if not opened:
-        in_one = isinstance(value, Tensor) and _torch.tensors.storage_mark(x) == _torch.tensors.storage_mark(value)
+        in_one = isinstance(value, Tensor) and _torch.tensors.share_storage(x, value)
         if in_one and all(map(_is_plain, items)):
             _require_apart(x[_as_key(items, key)], value)
         return func(x, _as_key(items, key), value)

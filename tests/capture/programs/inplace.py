@@ -359,3 +359,31 @@ class PartsOfOneTensor(Two):
         h[:, 1] = h[:, 2]
         h[1:, 2:6] = h[:-1, 2:6].clone()
         return self.b(h)
+
+
+@program(refused="clone")
+class RowsOverThemselves(Two):
+    """Seen below what ``vmap`` shows its function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def shift(row: Tensor) -> Tensor:
+            row = row.clone()
+            row[1:] = row[:-1]  # refused
+            return row
+
+        return self.b(torch.vmap(shift)(self.a(x)))
+
+
+@program(ranks=True)
+class RowsByVmap(Two):
+    """Parts of the rows that ``vmap`` shows its function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def swap(row: Tensor, other: Tensor) -> Tensor:
+            row = row.clone()
+            row[0] = row[1]
+            row[4:] = row[:4] * 2
+            row[2:4] = other[:2]
+            return row
+
+        return self.b(torch.vmap(swap)(self.a(x), x))
