@@ -3,7 +3,7 @@
 In the order in which a model meets them:
 
 - a trace as ``torch.export`` leaves it: ``replace_random_operators``, ``expand_row_losses``, ``inline_gradient_modes``;
-- once it is decomposed: ``resolve_opaque_calls``, ``resolve_control_flow``;
+- once it is decomposed: ``write_derivatives``, ``resolve_opaque_calls``, ``resolve_control_flow``;
 - what becomes a captured graph: ``defer_numbers``, ``canonicalize_operators`` (with ``settle_memory``,
   ``canonicalize_layers`` and ``ungroup_experts``), ``unflatten_products``, ``raise_row_views``,
   ``interleave_projections``, ``mark_gradients``, ``weigh_loss`` (which follows rows with ``follow_batch``),

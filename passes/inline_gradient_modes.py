@@ -44,6 +44,7 @@ from autoparallel.graph.errors import refusal
 from autoparallel.graph.layers import is_checkpointed
 from autoparallel.graph.lines import line_of, marks_of
 from autoparallel.operators.changed_parameters import with_value
+from autoparallel.operators.derivatives import DERIVATIVE
 from autoparallel.passes.mark_gradients import is_continuous, stops_gradient
 from autoparallel.rules.shapes import hint
 
@@ -68,10 +69,12 @@ def inline_gradient_modes(
 
     Raises:
         CaptureError: where a tensor that carries a gradient is changed in place without its gradient noticing, and
-            where a model that is called without gradients makes something inside that carries one.
+            where a model that is called without gradients makes something inside that carries one, of which it takes
+            no gradients itself.
     """
     modes = dict(_flatten(module, enabled))
-    if not enabled:
+    derivatives = module.graph.find_nodes(op="call_function", target=DERIVATIVE)
+    if not enabled and not derivatives:
         # Only what reads a parameter or an input there, or a view of one, makes something that carries a gradient.
         carrying = {x for x in module.graph.find_nodes(op="placeholder") if x.name in differentiable}
         for node, (mode, _) in modes.items():
@@ -84,7 +87,8 @@ def inline_gradient_modes(
             if not carrying.isdisjoint(_aliases(node)[0]):
                 carrying.add(node)
     elif modes:
-        _Walk(module.graph, modes, differentiable, parameters, transparent, aliases).run()
+        leaves = {x for call in derivatives for x in call.args[1]}  # which the model may have made require gradients
+        _Walk(module.graph, modes, differentiable, parameters, transparent, aliases, leaves).run()
 
 
 def _flatten(module: fx.GraphModule, enabled: bool) -> Iterator[tuple[fx.Node, tuple[bool, int]]]:
@@ -144,6 +148,7 @@ class _Walk:
         parameters: Collection[str],
         transparent: Callable[[fx.Node], bool],
         aliases: Callable[[fx.Node], bool],
+        leaves: Collection[fx.Node],
     ) -> None:
         self.graph, self.modes, self.transparent, self.aliases = graph, modes, transparent, aliases
         self.roots: dict[fx.Node, frozenset[fx.Node]] = {}  # whose memory a tensor is
@@ -155,6 +160,7 @@ class _Walk:
         self.parameters: dict[fx.Node, list[fx.Node]] = {}  # by what names each is read
         self.named: dict[fx.Node, fx.Node] = {}  # which of them a name is of
         self.overtaken: list[tuple[fx.Node, list[fx.Node]]] = []  # changes of parameters, what has read these
+        self.leaves = leaves
         self.last_placeholder = next(reversed(graph.find_nodes(op="placeholder")), None)
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -188,7 +194,7 @@ class _Walk:
         flows = unstopped and not stops_gradient(node)
         if any(x in self.severed or self.carries.get(x) and not flows for x in shared):
             self.severed.add(node)
-        self.carries[node] = carried and flows and is_continuous(node)
+        self.carries[node] = carried and flows and is_continuous(node) or node in self.leaves
         if carried and not (unstopped or self.transparent(node)):
             self._detach(node, region)
         for target, parameter in changed:

@@ -413,7 +413,8 @@ class Attempt:
         inside = tuple(f"{stack.path}." for stack in stacks)
         changing = {*whole.findings.attributes, *take_apart(self.inputs.arguments[1])[1].attributes}
         is_inside = any(f"model.{name}".startswith(inside) or name.startswith(f"{SCRIPT}.") for name in changing)
-        return ([] if is_inside else stacks), None
+        differentiates = any(trace.differentiates for trace in self.rehearsals)  # what layers compute
+        return ([] if is_inside or differentiates else stacks), None
 
     def _read_of_next(self, written: Mapping[str, Written]) -> PythonState | None:
         """What the next call reads, which finds filled what this one has found empty (see ``first_calls``)."""

@@ -25,6 +25,7 @@ from autoparallel.graph.errors import CaptureError
 from autoparallel.passes.defer_numbers import defer_numbers
 from autoparallel.passes.replace_random_operators import Draws
 from autoparallel.passes.runner import run_passes
+from autoparallel.passes.write_derivatives import write_derivatives
 
 
 def export_way(wrapper: Training, inputs: FakeInputs, trace: Trace) -> Way:
@@ -42,6 +43,7 @@ def export_way(wrapper: Training, inputs: FakeInputs, trace: Trace) -> Way:
                 name_outputs(program)
                 literals = literals_of(program)
                 program = make_functional(program)
+                write_derivatives(program.graph_module)
                 defer_numbers(program.graph, inputs.number_names(program))
                 make_tensors_of_counts(program, trace.numbers)
                 name_outputs(program)

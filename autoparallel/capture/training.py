@@ -206,6 +206,8 @@ class Training(nn.Module):
         leaves = self.recorder.rebind(leaves)
         leaves = [exchange.current(leaf) for leaf in leaves]
         results: dict[int | str, Any] = dict([*enumerate(leaves), *bound.items()])
+        if trace is not None and trace.differentiates and not torch.is_grad_enabled() and _carry(leaves):
+            trace.left_out[trace.differentiates] = "the gradient of what the model returns under torch.no_grad()"
         stay = {name: x for name, x in now.items() if name not in bound}
         self.findings.memory = memory_of(results, stay, inputs)
         self.findings.trained_apart = _trained_apart(leaves)
@@ -246,6 +248,10 @@ class Training(nn.Module):
         if not asks_for_cache(run, args, kwargs):
             outputs = without_caches(outputs)
         return cast_floats(outputs, self.output_dtype)
+
+
+def _carry(values: Iterable[Any]) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
 
 
 def _require_unset(attributes: TensorAttributes) -> None:

@@ -8,6 +8,7 @@ when the operator runs, so that the program is the same text on every rank.  May
 - ``draws``: what is drawn with them: dropout, the usual distributions.
 - ``torch_random``: torch's random operators in terms of these; ``composite_random`` those that are made of others.
 - ``opaque``: what has a backward of its own: an ``autograd.Function``, a hook.
+- ``derivatives``: gradients that a model takes, and what stands for operators that autograd differentiates once.
 - ``selective_checkpoint``: calls whose results are kept where the layer around them runs again.
 - ``control_flow``: conditions and loops on values, each with the graphs that it may run.
 - ``flex``: attention whose scores functions of the model's change and mask.

@@ -1,8 +1,8 @@
 """What decides about gradients and values beside operators, made visible to a trace.
 
 - ``trace``: what one trace notes; ``tracing`` has torch's functions note it.
-- ``functions``: ``autograd.Function``; ``copied_checkpoints``: those that run modules again;
-  ``backward_hooks``: those of tensors and modules.
+- ``derivatives``: gradients that a model takes; ``functions``: ``autograd.Function``;
+  ``copied_checkpoints``: those that run modules again; ``backward_hooks``: those of tensors and modules.
 - ``attention_kernels``: those that a model lets attention run on.
 - ``open_places``: parts of tensors at places that values tell; ``overlaps``: those that are written to each other.
 - ``positions``: those that count up, of which transformers asks the values; ``spans``: what it masks at random.

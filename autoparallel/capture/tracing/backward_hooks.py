@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autoparallel import _torch
 from autoparallel._torch.export import FOLDER
+from autoparallel.capture.tracing.derivatives import differentiate
 from autoparallel.capture.tracing.trace import Trace, fresh, listening, refuse, register, with_results
 from autoparallel.graph.hooks import make_template
 from autoparallel.graph.lines import line_of_frame
@@ -129,6 +130,12 @@ def _requires_grad(trace: Trace, func: Any, tensor: Tensor, value: bool = True) 
     if value and trace.attributes.is_buffer(tensor):
         trace.left_out[line_of_frame(sys._getframe(1))] = "the gradient of a buffer, which eager adds up in its .grad"
         return tensor
+    if value and not trace.attributes.is_parameter(tensor):
+        raise refuse(
+            "an input's requires_grad becomes True inside of the model",
+            "x = x.detach().requires_grad_() is a tensor of the model's own; or make the input require gradients "
+            "before the call",
+        )
     raise refuse(
         f"a tensor's requires_grad becomes {value} inside of the model",
         "use x.detach() for what carries none; freeze parameters, and make inputs require gradients, before the call",
@@ -147,7 +154,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.backward: _differentiate,
     _torch.autograd.SET_REQUIRES_GRAD: _requires_grad,
     Tensor.requires_grad_: _requires_grad,
-    torch.autograd.grad: _differentiate,
+    torch.autograd.grad: differentiate,
 }
 
 

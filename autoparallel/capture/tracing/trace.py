@@ -85,6 +85,7 @@ class Trace:
         listening: whether the model's own Python runs.
         counting: tensors that count up by one along their last dim, by id, with their version.
         has_leaves: whether the model has made a tensor of its own require gradients, which nobody is given.
+        differentiates: the line at which it has taken gradients.
         kernels: the names of those that attention may run on where the model is called.
         script_depth: how many functions of TorchScript the model is in.
         numbers: the places among the inputs of numbers that are left open, and their values, by what stands for them.
@@ -114,7 +115,7 @@ class Trace:
         self.hooks: dict[str, HookTemplate] = {} if hooks is None else hooks
         self.inputs, self.attributes, self.reads_values = inputs, attributes, False
         self.asked_at: str | None = None
-        self.has_leaves = False
+        self.has_leaves, self.differentiates = False, ""
         self.kernels, self.script_depth = _torch.nn.attention_kernels(), 0
         self._regions: list[tuple[fx.Graph | None, int]] = []  # that the model is in
         self.counting: dict[int, tuple[Tensor, int]] = {}

@@ -293,23 +293,23 @@ class JacobianInside(Two):
         return self.b(jacobian(x).sum(1))  # refused
 
 
-@program(refused="write the derivative out")
+@program()
 class HessianVectorProduct(Two):
     def forward(self, x: Tensor) -> Tensor:
         def energy(h: Tensor) -> Tensor:
             return torch.tanh(self.a(h)).square().sum()
 
-        _, out = torch.autograd.functional.vjp(energy, x)  # refused
+        _, out = torch.autograd.functional.vjp(energy, x)
         return self.b(out)
 
 
-@program(refused="write the derivative out")
+@program()
 class GradientPenaltyInside(Two):
     """The norm of an input's gradient as an output."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
-        (grad,) = torch.autograd.grad(self.a(x).square().sum(), x, create_graph=True)  # refused
+        (grad,) = torch.autograd.grad(self.a(x).square().sum(), x, create_graph=True)
         return self.b(x) + grad.norm(dim=-1, keepdim=True)
 
 

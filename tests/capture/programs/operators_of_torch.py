@@ -129,14 +129,14 @@ class PerSampleGradient(Two):
         return torch.vmap(torch.func.grad(lambda t: self.a(t).tanh().sum()))(x)  # refused
 
 
-@program(refused=".")
+@program()
 class GradientInForward(Two):
     """autograd.grad with create_graph: a gradient penalty, a force field."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_(True)
         energy = self.b(self.a(x).tanh()).sum()
-        (force,) = torch.autograd.grad(energy, x, create_graph=True)  # refused
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
         return force
 
 

@@ -1,0 +1,83 @@
+"""``torch.autograd.grad`` inside of forward: forces, gradient penalties, the inner steps of meta-learning.
+
+[Note: derivatives inside] A trace shows the operators of the forward, and not those that autograd runs.  So the trace
+notes one call, ``autoparallel::derivative``, which ``passes.write_derivatives`` replaces by what autograd would run.
+Which of the inputs have a gradient, torch itself tells: it differentiates the tensors of the trace, without a trace.
+What it makes of them is what the results follow from for whoever differentiates these once more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoparallel import _torch
+from autoparallel.capture.tracing.trace import Trace, refuse
+from autoparallel.graph.lines import line_of_frame
+
+
+class _Follow(torch.autograd.Function):
+    """A tensor of the trace, whose gradient is that of what autograd has computed in its place."""
+
+    @staticmethod
+    def forward(ctx: Any, noted: Tensor, computed: Tensor) -> Tensor:
+        return noted.view_as(noted)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, gradient
+
+
+def differentiate(
+    trace: Trace,
+    func: Any,
+    outputs: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...],
+    grad_outputs: Sequence[Tensor | None] | Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Stands for ``torch.autograd.grad`` (see [Note: derivatives inside])."""
+    if _torch.autograd.is_transforming():
+        raise refuse(
+            "torch.func differentiates inside of the model",
+            "call torch.autograd.grad(..., create_graph=True), which becomes a part of the program, or write the "
+            "derivative out",
+        )
+    if trace.calls:  # from whose results autograd does not get to what they are made of
+        raise refuse(
+            "a gradient is taken in a model that has an autograd.Function, or backward hooks of modules,",
+            "write the derivative out, or put all of it into an autograd.Function (whose forward may call "
+            "torch.autograd.grad under torch.enable_grad), or differentiate what the model returns",
+        )
+    if is_grads_batched:
+        raise refuse("gradients are taken for a batch of vectors (is_grads_batched)", "take one after the other")
+    if isinstance(grad_outputs, Tensor):
+        grad_outputs = (grad_outputs,)
+    gradients = grad_outputs or [None] * len(outputs)
+    mode = next((m for x in outputs if (m := getattr(x, "fake_mode", None)) is not None), None)
+    if mode is None:  # what has nothing to do with the call
+        return func(outputs, inputs, grad_outputs, retain_graph, create_graph, allow_unused=allow_unused)
+    unused = materialize_grads or allow_unused
+    with trace.silent(), _torch.export.unwatched(), mode, torch.enable_grad():
+        computed = func(outputs, inputs, gradients, retain_graph=True, create_graph=True, allow_unused=unused)
+    trace.differentiates = line_of_frame(sys._getframe(1))
+    seeds = [torch.ones_like(x) if g is None else g for x, g in zip(outputs, gradients, strict=True)]
+    places = [i for i, x in enumerate(computed) if x is not None]
+    noted = torch.ops.autoparallel.derivative(outputs, [inputs[i] for i in places], seeds)
+    results: list[Tensor | None] = [torch.zeros_like(x) if materialize_grads else None for x in inputs]
+    for i, x in zip(places, noted, strict=True):
+        results[i] = _follow(x, computed[i]) if create_graph and computed[i].requires_grad else x.detach()
+    return tuple(results)
+
+
+def _follow(noted: Tensor, computed: Tensor) -> Tensor:
+    return super(_torch.autograd.SingleLevelFunction, _Follow).apply(noted, computed)

@@ -1,0 +1,267 @@
+"""Models that take gradients in their forward: forces, gradient penalties, inner steps, walks down an energy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import grad
+
+from tests.capture.programs.inplace import Two
+from tests.capture.registry import loop, program
+from tests.capture.runner import STEPS, Run, numbers, rows, sgd
+
+
+class Energy(nn.Module):
+    """A scalar for each row, for programs to differentiate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b, self.gate = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def energy(self, x: Tensor) -> Tensor:
+        return self.b(self.norm(F.silu(self.a(x))).tanh())
+
+
+class SmoothEnergy(Energy):
+    """Without a norm, of which eager's third derivatives lack a part."""
+
+    def energy(self, x: Tensor) -> Tensor:
+        return self.b(F.silu(self.a(x)).tanh())
+
+
+@program(ranks=True)
+class Force(Energy):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_(True)
+        (force,) = grad(self.energy(x).sum(), x, create_graph=True)
+        return -force
+
+
+@program(ranks=True)
+class EnergyAndForce(Energy):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.energy(x)
+            (force,) = grad(energy, x, torch.ones_like(energy), create_graph=self.training)
+        return energy, -force
+
+
+@loop(ranks=True)
+def energies_are_evaluated_without_gradients(run: Run) -> None:
+    """Under torch.no_grad(), where the model enables them for itself."""
+    model = run.compile(EnergyAndForce())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        run.step(model, optimizer, step)
+        model.eval()
+        with torch.no_grad():
+            energy, force = model(*rows(step + 5))
+        run.note("evaluation", (energy.detach(), force))
+        model.train()
+
+
+@program(ranks=True)
+class PairPotential(Energy):
+    """Forces between atoms, of the distances of all pairs, with messages that are added up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = x.clone().requires_grad_(True)
+        between = place[:, None] - place[None]
+        distance = between.square().sum(-1).add(1e-3).sqrt()
+        messages = torch.exp(-distance)[..., None] * self.a(between).tanh()
+        energy = self.b(self.norm(messages.sum(1)).tanh()).sum()
+        return grad(energy, place, create_graph=True)[0]
+
+
+@program(ranks=True)
+class HamiltonianFlow(Energy):
+    def forward(self, x: Tensor) -> Tensor:
+        q, p = (part.clone().requires_grad_() for part in x.chunk(2, -1))
+        dq, dp = grad(self.energy(torch.cat([q, p], -1)).sum(), (q, p), create_graph=True)
+        return torch.cat([dp, -dq], -1)
+
+
+@program(ranks=True)
+class Burgers(SmoothEnergy):
+    """The residual of a differential equation, with a derivative of a derivative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        t, place = (x[:, i : i + 1].clone().requires_grad_() for i in (0, 1))
+        u = self.energy(torch.cat([t, place, x[:, 2:]], 1))
+        ones = torch.ones_like(u)
+        by_time, by_place = grad(u, (t, place), ones, create_graph=True)
+        (twice,) = grad(by_place.sum(), place, create_graph=True)
+        return by_time + u * by_place - 0.01 * twice
+
+
+@program(ranks=True)
+class Langevin(Energy):
+    """Samples walk down an energy; their way carries no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.detach().clone().requires_grad_(True)
+        for _ in range(3):
+            (slope,) = grad(self.energy(y).sum(), y)
+            y = (y - 0.1 * slope).detach().requires_grad_(True)
+        return self.energy(y) - self.energy(x)
+
+
+@program(ranks=True)
+class InnerSteps(Two):
+    """Parameters after three steps of another loss, and the gradient through these."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = dict(self.a.named_parameters())
+        for _ in range(3):
+            inner = torch.func.functional_call(self.a, weights, (x,)).tanh().square().mean()
+            steps = grad(inner, list(weights.values()), create_graph=True)
+            weights = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), steps, strict=True)}
+        return self.b(torch.func.functional_call(self.a, weights, (x,)).tanh())
+
+
+@program(ranks=True)
+class InnerStepsOfFirstOrder(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = grad(self.a(x).tanh().square().mean(), tuple(self.a.parameters()))
+        return self.b(F.linear(x, self.a.weight - 0.1 * weight, self.a.bias - 0.1 * bias).tanh())
+
+
+@program(ranks=True)
+class StopsInside(Energy):
+    """What is computed under no_grad, or detached, is no part of the derivative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        with torch.no_grad():
+            weight = torch.sigmoid(self.gate(x))
+        h = self.energy(x)
+        return grad((weight * h * h.detach()).sum(), x, create_graph=True)[0]
+
+
+@program(ranks=True)
+class UnusedInput(Energy):
+    def forward(self, x: Tensor) -> Tensor:
+        x, other = x.clone().requires_grad_(), torch.zeros(8).requires_grad_()
+        force, none = grad(self.energy(x).sum(), (x, other), create_graph=True, allow_unused=True)
+        _, zeros = grad(self.energy(x).sum(), (x, other), create_graph=True, materialize_grads=True)
+        assert none is None
+        return force + zeros
+
+
+@program(ranks=True)
+class ThroughNorms(nn.Module):
+    """Norms, attention, a recurrent cell and writes in place between input and energy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.batch, self.group, self.rms = nn.BatchNorm1d(8), nn.GroupNorm(2, 8), nn.RMSNorm(8)
+        self.attention, self.cell = nn.MultiheadAttention(8, 2, batch_first=True), nn.GRUCell(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = x.clone().requires_grad_()
+        h = self.rms(self.group(self.batch(self.a(place))))
+        h = self.attention(h[:, None], h[:, None], h[:, None])[0][:, 0]
+        h = self.cell(place, h)
+        both = torch.zeros_like(h)
+        both[:, :4] = h[:, 4:] * 2
+        both[:, 4:] = h[:, :4].square()
+        return grad(self.b(both.tanh()).sum(), place, create_graph=True)[0]
+
+
+@program(random=True, ranks=True)
+class ThroughDropout(Energy):
+    """The derivative has the mask of what it is taken of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return grad(self.b(F.dropout(self.a(x).tanh(), 0.5)).square().sum(), x, create_graph=True)[0]
+
+
+@program()
+class ThroughLayers(Energy):
+    """Of layers that repeat, none is left out of the trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = h = x.clone().requires_grad_()
+        for layer in self.layers:
+            h = h + layer(h)
+        return grad(self.energy(h).sum(), x, create_graph=True)[0]
+
+
+@program(ranks=True)
+class OfFunctional(SmoothEnergy):
+    """What ``torch.autograd.functional`` takes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, gradient = torch.autograd.functional.vjp(lambda y: self.energy(y).sum(), x, create_graph=True)
+        _, tangent = torch.autograd.functional.jvp(self.energy, x, torch.ones_like(x), create_graph=True)
+        return gradient * tangent
+
+
+class CriticWithPenalty(nn.Module):
+    """A critic whose loss has the norm of its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+
+    def forward(self, real: Tensor, fake: Tensor) -> Tensor:
+        mixed = (0.3 * real + 0.7 * fake).detach().requires_grad_(True)
+        (slope,) = grad(self.net(mixed).sum(), mixed, create_graph=True)
+        return self.net(fake).mean() - self.net(real).mean() + 10 * (slope.norm(2, dim=1) - 1).square().mean()
+
+
+def _two_inputs(step: int) -> tuple[Any, ...]:
+    return numbers(4, 8, seed=step), numbers(4, 8, seed=step + 9)
+
+
+@program(batch=_two_inputs, ranks=True)
+def critic_with_penalty() -> nn.Module:
+    return CriticWithPenalty()
+
+
+# --------------------------------------------------------------------------------------------------------- refused
+
+
+@program(refused=r"x\.detach\(\)\.requires_grad_\(\)")
+class OfAnInput(Energy):
+    """The user's own tensor would require a gradient from there on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_(True)  # refused
+        return grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+@program(refused="write the derivative out")
+class ThroughAFunction(Energy):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return grad(self.energy(Doubled.apply(x)).sum(), x, create_graph=True)[0]  # refused
+
+
+@program(refused="write the derivative out")
+class ThroughAHook(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.b(x)
+        h = self.a(x)
+        h.register_hook(lambda g: g * 2)
+        return grad(h.tanh().sum(), x, create_graph=True)[0]  # refused
