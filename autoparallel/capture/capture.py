@@ -21,9 +21,7 @@ from autoparallel.capture.python.changes import VariablesChangedError
 from autoparallel.graph.beside import beside_in, method_of, take_apart
 from autoparallel.graph.calls import closed, fits, without_numbers
 from autoparallel.graph.captured import Captured, InputSpec, NumberSpec
-from autoparallel.graph.carried_attributes import ChangesAttributesError
-from autoparallel.graph.drawn_numbers import DrawsNumbersError
-from autoparallel.graph.errors import CaptureError, FailsUntraced
+from autoparallel.graph.errors import CaptureError, FailsUntraced, ReadAgainError
 from autoparallel.graph.garbage import MANY, collected_rarely, count_as_old
 from autoparallel.graph.surroundings import surroundings_of
 from autoparallel.passes.follow_batch import follow_results, weight_of_rows
@@ -88,7 +86,7 @@ def _capture(
         try:
             with _torch.export.without_reports():
                 captured = attempt.capture()
-        except (ChangesAttributesError, DrawsNumbersError):  # whatever is open
+        except ReadAgainError:  # whatever is open
             raise
         except VariablesChangedError as error:
             rounds += 1

@@ -173,8 +173,7 @@ class Training(nn.Module):
         before, now = self.findings.registered, dict(_torch.tensors.named_tensors(self.model))
         if trace is not None:
             trace.attributes.note_tensors(now, inputs)
-            if trace.inputs is not None:
-                trace.inputs.note_inputs(inputs)
+            trace.note_inputs(inputs)
         self._changes: dict[str, Any] = {}
         args, kwargs = release(pytree.tree_unflatten(inputs, nesting))
         kwargs, beside = take_apart(kwargs)

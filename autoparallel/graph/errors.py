@@ -31,6 +31,18 @@ class ReadAgainError(CaptureError):
         RuntimeError.__init__(self, text)  # the call goes on: it has met no error
 
 
+class NeedsGradientError(ReadAgainError):
+    """A call has an input require a gradient (``x.requires_grad_()`` in forward), which does not yet.
+
+    Attributes:
+        place: of the input.
+    """
+
+    def __init__(self, text: str, place: int) -> None:
+        super().__init__(text)
+        self.place = place
+
+
 class FailsUntraced(CaptureError):
     """The model fails in the same line without a trace, where no size is open.
 

@@ -24,6 +24,7 @@ from autoparallel.graph.drawn_numbers import (
     drawn_ahead,
     script_of,
 )
+from autoparallel.graph.errors import NeedsGradientError
 from autoparallel.graph.nesting import flatten
 from autoparallel.graph.plain_tensors import attribute_at
 from autoparallel.operators import RandomState
@@ -116,6 +117,9 @@ def capture_given(planner: Planner, call: Call) -> tuple[Captured, Call]:
         scripts = {label: script_of(label, len(numbers))[1] for label, numbers in before.items()}
         drawn = drawn_ahead(add_script(scripts, error), RandomState(0, 0))
         larger = _add_argument(call, DRAWS, drawn, describe_draws(drawn))
+    except NeedsGradientError as error:
+        needed = replace(call.specs[error.place], requires_grad=True)
+        larger = replace(call, specs=(*call.specs[: error.place], needed, *call.specs[error.place + 1 :]))
     return capture_given(planner, larger)
 
 

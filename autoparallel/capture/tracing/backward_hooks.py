@@ -17,6 +17,7 @@ from autoparallel import _torch
 from autoparallel._torch.export import FOLDER
 from autoparallel.capture.tracing.derivatives import differentiate
 from autoparallel.capture.tracing.trace import Trace, fresh, listening, refuse, register, with_results
+from autoparallel.graph.errors import NeedsGradientError
 from autoparallel.graph.hooks import make_template
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import OURS
@@ -130,12 +131,13 @@ def _requires_grad(trace: Trace, func: Any, tensor: Tensor, value: bool = True) 
     if value and trace.attributes.is_buffer(tensor):
         trace.left_out[line_of_frame(sys._getframe(1))] = "the gradient of a buffer, which eager adds up in its .grad"
         return tensor
-    if value and not trace.attributes.is_parameter(tensor):
-        raise refuse(
-            "an input's requires_grad becomes True inside of the model",
+    if value and id(tensor) in trace.places:
+        error = refuse(
+            "an input's requires_grad becomes True inside of the model, which has read it before,",
             "x = x.detach().requires_grad_() is a tensor of the model's own; or make the input require gradients "
             "before the call",
         )
+        raise error if id(tensor) in trace.read_inputs else NeedsGradientError(str(error), trace.places[id(tensor)])
     raise refuse(
         f"a tensor's requires_grad becomes {value} inside of the model",
         "use x.detach() for what carries none; freeze parameters, and make inputs require gradients, before the call",

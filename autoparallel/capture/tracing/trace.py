@@ -86,6 +86,8 @@ class Trace:
         counting: tensors that count up by one along their last dim, by id, with their version.
         has_leaves: whether the model has made a tensor of its own require gradients, which nobody is given.
         differentiates: the line at which it has taken gradients.
+        places: of the inputs that are tensors, by the id of what stands for them; ``read_inputs`` has those that a
+            function of torch has been given.
         kernels: the names of those that attention may run on where the model is called.
         script_depth: how many functions of TorchScript the model is in.
         numbers: the places among the inputs of numbers that are left open, and their values, by what stands for them.
@@ -116,6 +118,8 @@ class Trace:
         self.inputs, self.attributes, self.reads_values = inputs, attributes, False
         self.asked_at: str | None = None
         self.has_leaves, self.differentiates = False, ""
+        self.places: dict[int, int] = {}
+        self.read_inputs: set[int] = set()
         self.kernels, self.script_depth = _torch.nn.attention_kernels(), 0
         self._regions: list[tuple[fx.Graph | None, int]] = []  # that the model is in
         self.counting: dict[int, tuple[Tensor, int]] = {}
@@ -184,6 +188,21 @@ class Trace:
         if key:
             self._answered[key] = self.answers[number]
         return self.answers[number]
+
+    def note_inputs(self, inputs: Sequence[Any]) -> None:
+        """Notes what stands for the inputs."""
+        self.places = {id(x): place for place, x in enumerate(inputs) if isinstance(x, Tensor)}
+        self.read_inputs.clear()
+        if self.inputs is not None:
+            self.inputs.note_inputs(inputs)
+
+    def note_read(self, args: Sequence[Any]) -> None:
+        """Notes which inputs are among what a function of torch is given."""
+        for x in args:
+            if isinstance(x, list | tuple):
+                self.note_read(x)
+            elif id(x) in self.places:
+                self.read_inputs.add(id(x))
 
     def note_number(self, number: Any, place: int, value: int | float) -> None:
         """Notes what stands for a number that is left open."""

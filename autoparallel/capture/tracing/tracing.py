@@ -169,6 +169,8 @@ class _Listener(TorchFunctionMode):
         if not self.trace.listening:
             return func(*args, **(kwargs or {}))
         handler = HANDLERS.get(func) or _FOLLOWED.get(func)
+        if handler is not HANDLERS[torch.Tensor.requires_grad_] and getattr(func, "__name__", "") != "__get__":
+            self.trace.note_read((*args, *(kwargs or {}).values()))
         call = partial(handler or _run, self.trace, func)
         try:
             if self.trace.inputs is None:

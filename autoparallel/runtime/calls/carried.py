@@ -37,11 +37,14 @@ class Carried:
     Attributes:
         values: the attributes, by label, each with a value that it has had.
         draws: what calls are given to draw, by which some of them go on: scripts, by their names.
+        requiring: the places of the inputs that forward has require a gradient, by the nesting of a call's inputs and
+            the modes of the modules.
     """
 
     def __init__(self, exchange: Exchange) -> None:
         self.values: dict[str, Any] = {}
         self.draws: dict[str, Script] = {}
+        self.requiring: dict[tuple[str, tuple[bool, ...]], set[int]] = {}
         self._exchange, self._numbers = exchange, NumbersSet()
         self._changed_at: dict[str, str] = {}  # by label: the lines of the model that change it
         self._traced: dict[str, dict[float | str, str]] = {}  # by label: what had a trace of its own, and the line

@@ -38,7 +38,7 @@ from autoparallel.graph.carried_attributes import (
     describe_attributes,
 )
 from autoparallel.graph.drawn_numbers import DrawsNumbersError, add_script
-from autoparallel.graph.errors import FailsUntraced
+from autoparallel.graph.errors import FailsUntraced, NeedsGradientError
 from autoparallel.graph.python_state import PythonState
 from autoparallel.plan import Plan
 from autoparallel.runtime.calls.carried import Carried, fixes_numbers
@@ -293,6 +293,10 @@ class Kinds:
                     self.carried.add_changed(error)
                 except DrawsNumbersError as error:
                     self.carried.draws = add_script(self.carried.draws, error)
+                    continue
+                except NeedsGradientError as error:
+                    modes = str(call.in_spec), call.training
+                    self.carried.requiring.setdefault(modes, set()).add(error.place)
                     continue
                 except FailsUntraced as error:
                     if error.raised_by_model is None:

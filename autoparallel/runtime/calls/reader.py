@@ -80,6 +80,10 @@ class CallReader:
         mesh = self.kinds.maker.mesh
         modules = _submodules(self.plain)
         listed = [p for m in modules for p in m._parameters.values() if p is not None]
+        training = tuple([m.training for m in modules])
+        for i in self.kinds.carried.requiring.get((str(in_spec), training), ()) if self.kinds.carried.requiring else ():
+            if isinstance(leaves[i], torch.Tensor) and leaves[i].is_floating_point():
+                leaves[i].requires_grad_()  # as forward does
         if is_whole:
             problem = "the model is called inside of whole(): call the plain model that it gives, or leave it first"
         elif list(map(id, listed)) != self._listed:
@@ -103,7 +107,6 @@ class CallReader:
         if batch == 0 and any(isinstance(s, InputSpec) and s.shape[:1] == (0,) for s in specs):
             problem = "the batch is empty: its first tensor has 0 rows\nWhat to change: leave such batches out."
         specs += more
-        training = tuple([m.training for m in modules])
         trainable = tuple([p.requires_grad for p in {id(p): p for p in listed}.values()])
         call = Call(
             tuple(local), tuple(specs), tuple(layouts), in_spec, batch, with_target, training, trainable,

@@ -207,6 +207,37 @@ class OfFunctional(SmoothEnergy):
         return gradient * tangent
 
 
+class ForceAtInputs(Energy):
+    """The user's own tensor requires a gradient from then on, and has one after the backward."""
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        batch["place"].requires_grad_(self.training)
+        energy = self.energy(batch["place"] * batch["charge"])
+        if not self.training:
+            return {"energy": energy}
+        return {"energy": energy, "force": -grad(energy.sum(), batch["place"], create_graph=True)[0]}
+
+
+@loop(ranks=True)
+def force_at_inputs(run: Run) -> None:
+    model = run.compile(ForceAtInputs())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        for _ in range(2):
+            batch = {"place": numbers(4, 8, seed=step), "charge": numbers(4, 8, seed=step + 9)}
+            out = model(batch)
+            run.note("force", (out["energy"], out["force"], batch["place"].requires_grad))
+            (out["energy"].square().sum() + out["force"].square().sum()).backward()
+            run.note("gradient of the input", batch["place"].grad)
+            assert not batch["charge"].requires_grad
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        batch = {"place": numbers(4, 8, seed=step), "charge": numbers(4, 8, seed=step + 9)}
+        run.note("evaluation", (model(batch)["energy"], batch["place"].requires_grad))
+        model.train()
+
+
 class CriticWithPenalty(nn.Module):
     """A critic whose loss has the norm of its gradient."""
 
@@ -233,12 +264,13 @@ def critic_with_penalty() -> nn.Module:
 
 
 @program(refused=r"x\.detach\(\)\.requires_grad_\(\)")
-class OfAnInput(Energy):
-    """The user's own tensor would require a gradient from there on."""
+class OfAnInputThatWasRead(Energy):
+    """What was made of it before has no gradient with respect to it."""
 
     def forward(self, x: Tensor) -> Tensor:
+        h = x.square()
         x.requires_grad_(True)  # refused
-        return grad(self.energy(x).sum(), x, create_graph=True)[0]
+        return grad(self.energy(x + h).sum(), x, create_graph=True)[0]
 
 
 class Doubled(torch.autograd.Function):
