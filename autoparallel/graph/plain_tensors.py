@@ -47,7 +47,7 @@ class PlainParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _OF_FORM:
+        if func in OF_FORM:
             return super().__torch_function__(func, types, args, kwargs or {})
         path = next(x.path for x in pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(x, cls))
         raise refused_plain(f"the plain parameter {path} is used")
@@ -67,7 +67,7 @@ def _readers(*names: str) -> list[Any]:
     return [getattr(torch.Tensor, name).__get__ for name in names]
 
 
-_OF_FORM = {
+OF_FORM = {
     torch.Tensor.__hash__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point,
     torch.Tensor.is_complex, torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.is_contiguous,
     torch.Tensor.element_size, torch.Tensor.nelement,

@@ -59,6 +59,7 @@ from autoparallel.capture.tracing.values_read import NAMES as VALUES_READ
 from autoparallel.capture.tracing.values_read import READING
 from autoparallel.graph.errors import RAISED, CaptureError, note_raised
 from autoparallel.graph.lines import line_of_frame
+from autoparallel.graph.plain_tensors import OF_FORM
 from autoparallel.graph.python_state import MISSING, OURS, is_installed, is_library
 from autoparallel.operators.opaque import opaque_calls
 
@@ -169,7 +170,7 @@ class _Listener(TorchFunctionMode):
         if not self.trace.listening:
             return func(*args, **(kwargs or {}))
         handler = HANDLERS.get(func) or _FOLLOWED.get(func)
-        if handler is not HANDLERS[torch.Tensor.requires_grad_] and getattr(func, "__name__", "") != "__get__":
+        if func not in OF_FORM and handler is not HANDLERS[torch.Tensor.requires_grad_]:
             self.trace.note_read((*args, *(kwargs or {}).values()))
         call = partial(handler or _run, self.trace, func)
         try:

@@ -60,7 +60,8 @@ class CallReader:
             raise RuntimeError(
                 "a transform of torch.func (vmap, grad, jvp), or forward-mode autograd, cannot see into a compiled "
                 "model\n"
-                "What to change: transform inside of the model's forward, or the plain model (model.whole())."
+                "What to change: take gradients with torch.autograd.grad, of what the model returns or inside of its "
+                "forward, call vmap and jvp inside of forward, or transform the plain model (model.whole())."
             )
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise RuntimeError(

@@ -211,6 +211,7 @@ class ForceAtInputs(Energy):
     """The user's own tensor requires a gradient from then on, and has one after the backward."""
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        assert batch["place"].ndim == 2 and batch["place"].size(1) == 8
         batch["place"].requires_grad_(self.training)
         energy = self.energy(batch["place"] * batch["charge"])
         if not self.training:
