@@ -80,6 +80,13 @@ class Settings:
     cache: PlanCache = field(default_factory=PlanCache)
 
 
+_SAME = (
+    "What to change: have forward compute the same on every rank, and return it in the same order. Where it goes "
+    "through a set of strings, which each process has in another order: sorted(names), or PYTHONHASHSEED=0 for all."
+)
+"""What makes programs of ranks the same."""
+
+
 class Compiler:
     """Makes the program of each new kind of call; keeps what must be the same for all of them.
 
@@ -262,7 +269,7 @@ class Compiler:
                 self._sorts_calls = self.planner.sorts_calls = True
                 captured = sort_calls(captured)
             if self._sorts_calls:
-                self.agreement.require_same_text("the ranks have different programs:", str(captured.graph))
+                self.agreement.require_same_text("the ranks have different programs:", str(captured.graph), _SAME)
             return captured
 
     def _require_same_names(self) -> None:
@@ -320,7 +327,7 @@ class Compiler:
 
     def _require_same_program(self, program: LocalProgram | StagedProgram, plan: Plan) -> None:
         text = f"{program.text()}\n{plan.to_json()}"
-        self.agreement.require_same_text("the ranks have different programs:", text)
+        self.agreement.require_same_text("the ranks have different programs:", text, _SAME)
 
     # -- parameters at rest -----------------------------------------------------------------------------------------
 

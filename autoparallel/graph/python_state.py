@@ -334,7 +334,9 @@ def shown(value: Any) -> str:
     if value is MISSING:
         return "nothing"
     if isinstance(value, Sized) and not is_plain(value) and not isinstance(value, torch.Tensor | Array):
-        return f"a {type(value).__name__} of {len(value)}"
+        kinds: tuple[Any, ...] = (dict, list, tuple, set, frozenset)
+        kind = next((kind for kind in kinds if isinstance(value, kind)), type(value))
+        return f"a {type(value).__name__} of {kind.__len__(value)}"  # a user's class may have none
     text = repr(value) if is_plain(value) else getattr(value, "__name__", None) or f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 

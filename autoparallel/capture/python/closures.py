@@ -106,7 +106,7 @@ class Closures:
 def partials_of(model: nn.Module) -> list[partial[Any]]:
     """The ``functools.partial``s that modules hold, as hooks, too."""
     attributes = (x for module in model.modules() for name, x in vars(module).items() if name not in TABLES)
-    held = [x for x in attributes if isinstance(x, partial) or isinstance(x, list | tuple | dict) and x]
+    held = [x for x in attributes if isinstance(x, partial | list | tuple | dict)]
     return [value for value in everything_in(held) if isinstance(value, partial)]
 
 

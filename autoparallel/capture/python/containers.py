@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from operator import is_
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -149,12 +149,20 @@ def everything_in(value: Any) -> Iterator[Any]:
         visited.add(id(value))
         yield value
         if isinstance(value, list | tuple | dict | set | deque):
-            left.extend(value.values() if isinstance(value, dict) else value)
+            left.extend(_plain_entries(value))
             left.extend([vars(value)] if attributes_beside(value) else ())
         elif isinstance(value, partial):
             left.extend((value.func, value.args, value.keywords))
         elif is_data(value) or isinstance(value, UserDict | UserList):
             left.extend(vars(value).values())
+
+
+def _plain_entries(container: Any) -> Iterable[Any]:
+    """The entries, past what a user's class makes of iteration, or of its length, which may even raise."""
+    if isinstance(container, dict):
+        return dict.values(container)
+    kinds: tuple[Any, ...] = (list, tuple, set, deque)
+    return cast(Iterable[Any], next(kind for kind in kinds if isinstance(container, kind)).__iter__(container))
 
 
 def objects_in(value: Any) -> Iterator[Any]:

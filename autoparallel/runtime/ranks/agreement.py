@@ -155,12 +155,14 @@ class Agreement:
         """Whether all ranks have the same text."""
         return is_same(self.ask(digest(text_here))())
 
-    def require_same_text(self, what: str, text_here: str) -> None:
-        """Raises on every rank when a text of several lines differs on any; the message shows the first such line."""
+    def require_same_text(self, what: str, text_here: str, cure: str = "") -> None:
+        """Raises on every rank when a text of several lines differs on any; the message shows the first such line, and
+        ends with the cure."""
         if self.is_same_text(text_here):
             return
         rows = itertools.zip_longest(*(text.splitlines() for text in self.gather(text_here)), fillvalue="nothing more")
-        raise _mismatch(what, self.ranks, next(row for row in rows if len(set(row)) > 1))
+        error = _mismatch(what, self.ranks, next(row for row in rows if len(set(row)) > 1))
+        raise RankMismatchError(f"{error}\n{cure}") if cure else error
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank gives, in the order of their numbers."""

@@ -255,3 +255,21 @@ class SetsATensorInTheDict(Two):
         h = self.a(x)
         self.__dict__["last"] = h.detach().mean()
         return h
+
+
+class Irreps(tuple):  # type: ignore[type-arg]
+    """As of e3nn: a tuple that does not say how long it is."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+@program(ranks=True)
+class TupleWithoutALength(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = Irreps((3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.a(x).split([*iter(self.parts)], -1)
+        return self.b(torch.cat([second, first], -1))
