@@ -96,6 +96,7 @@ def test_what_a_model_fixes_of_it_is_read_as_before(traces: list[int]) -> None:
     assert len(traces) <= len(VALUES) + 1
 
 
+@pytest.mark.wide
 def test_the_ends_of_a_range_have_traces_of_their_own(traces: list[int]) -> None:
     """Nothing is dropped, or everything is; what is no probability is refused as in eager."""
     plain = Annealed(FUNCTIONS["dropout"])

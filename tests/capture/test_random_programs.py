@@ -109,7 +109,7 @@ def test_a_forward_is_eagers_or_refused(forward: Any) -> None:
     _check(forward)
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @settings(max_examples=12, **SETTINGS)
 @given(FORWARDS)

@@ -120,7 +120,7 @@ def _train_and_evaluate(name: str, world: int, plan: str) -> dict[str, Any]:
 
 
 @pytest.mark.wide
-@pytest.mark.slow_where(lambda name, world: world == 1 or name not in ("T5", "Llama"))
+@pytest.mark.slow_where(lambda name, world: world == 1 or name != "Llama")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", SMALL)
 def test_default_configurations_train_and_evaluate(name: str, world: int) -> None:

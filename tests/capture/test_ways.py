@@ -294,6 +294,7 @@ def test_layers_that_ask_train(plan: str) -> None:
         assert rank["apart"] < 1e-9 and rank["traces"] == 1 and len(rank["cut"]) >= 12
 
 
+@pytest.mark.wide
 def test_what_runs_whole_on_one_way_is_said(caplog: pytest.LogCaptureFixture) -> None:
     captured(_make_layers(), torch.randn(8, 8))  # whose ways read none
     captured(Blocks(), torch.randn(8, 8))

@@ -275,7 +275,7 @@ def examples(count: int, *, fixed: bool) -> settings:
     return settings(max_examples=count, deadline=None, derandomize=fixed, suppress_health_check=checks, database=None)
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 @examples(8, fixed=True)
 @given(PROGRAMS)
 def test_some_programs(program: Program) -> None:

@@ -299,6 +299,7 @@ def _refused() -> dict[str, str]:
     return reasons
 
 
+@pytest.mark.wide
 def test_what_cannot_be_differentiated_twice_says_so_on_every_rank() -> None:
     first, second = run_distributed(_refused, world_size=2)
     assert first == second

@@ -86,7 +86,7 @@ def test_no_preset_is_faster_than_auto_within_the_same_limit(profile: Profile) -
     assert fitting
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_what_fits_by_its_prediction_fits_whatever_the_search_adds_up_to() -> None:
     """Of experts in bfloat16 the search adds up more than a device keeps."""
     transformers = pytest.importorskip("transformers")

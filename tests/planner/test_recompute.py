@@ -75,6 +75,7 @@ class _Gated(nn.Module):
         return self.down(torch.tanh(nn.functional.silu(self.gate(x)) * torch.sigmoid(self.up(x))))
 
 
+@pytest.mark.wide
 def test_products_are_kept_where_the_rest_saves_enough() -> None:
     def drafted(part: float | None) -> Draft:
         limit = None if part is None else part * most
@@ -102,7 +103,7 @@ def test_a_plan_from_before_recomputes_whole_layers_and_an_unknown_way_is_refuse
         Plan.from_json(json.dumps({**data, "recompute": {"blocks.1": "half"}}))
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_a_limit_that_nothing_fits_says_the_least_that_is_needed_what_for_and_what_helps() -> None:
     with pytest.raises(PlanError, match=r"no plan fits in 100\.0 kB .* 4 layers run again .* needs [\d.]+ kB") as e:
         _draft(1e5)

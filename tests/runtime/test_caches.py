@@ -95,7 +95,7 @@ def _decode(world: int, plan: str) -> dict[str, Any]:
     [
         (1, "auto"),
         pytest.param(2, "fsdp", marks=pytest.mark.slow),
-        pytest.param(2, "tensor_parallel", marks=pytest.mark.wide),
+        pytest.param(2, "tensor_parallel", marks=pytest.mark.slow),
     ],
 )
 def test_greedy_decoding_with_a_cache(world: int, plan: str) -> None:
@@ -188,6 +188,7 @@ def _refused() -> dict[str, str]:
     return reasons
 
 
+@pytest.mark.wide
 def test_other_caches_are_refused() -> None:
     (reasons,) = run_distributed(_refused, world_size=1)
     for reason in reasons.values():

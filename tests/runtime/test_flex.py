@@ -203,6 +203,7 @@ def _number_as_a_tensor() -> str | None:
     return raised(lambda: autoparallel.compile(model, mesh_of(1))(torch.randn(2, LENGTH, 8)))
 
 
+@pytest.mark.wide
 def test_a_function_that_makes_a_tensor_of_a_number_is_told_to_use_the_number() -> None:
     (message,) = run_distributed(_number_as_a_tensor, world_size=1)
     assert message is not None and "write the number itself" in message

@@ -348,6 +348,7 @@ def skipping(plan: str, world: int) -> tuple[list[dict[str, Any]], int]:
     return train(model, None, 6), len(model._kinds)
 
 
+@pytest.mark.wide
 def test_layers_are_skipped_by_what_the_first_rank_draws() -> None:
     """Ranks that are seeded differently go one way; the layers that it skips have no gradients."""
     torch.manual_seed(3)

@@ -116,7 +116,7 @@ CASES = [
     pytest.param("gpt_dropout", (2, 2), "tensor_parallel", ["blocks.0"], "per_use", marks=pytest.mark.slow),
     pytest.param("llama", (2,), "fsdp", ["model.layers.0"], "per_use", marks=pytest.mark.slow),
     pytest.param(
-        "resnet", (2,), "data_parallel", [f"blocks.{i}" for i in range(4)], "per_step", marks=pytest.mark.wide
+        "resnet", (2,), "data_parallel", [f"blocks.{i}" for i in range(4)], "per_step", marks=pytest.mark.slow
     ),
 ]
 
