@@ -244,13 +244,6 @@ class Freezes(Base):
         return self.down(self.up(x)).sum()
 
 
-class Penalty(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
-        (grad,) = torch.autograd.grad(self.down(h).tanh().sum(), h, create_graph=True)
-        return grad.square().sum()
-
-
 class Backward(Base):
     def forward(self, x: Tensor) -> Tensor:
         self.up(x).sum().backward()
@@ -273,7 +266,6 @@ class ForwardMode(Base):
         (DetachesInPlace, "detached in place"),
         (LeavesItOff, "leaves them so after its call"),
         (Freezes, "requires_grad becomes False"),
-        (Penalty, "grad() differentiates inside of the model"),
         (Backward, "backward() differentiates inside of the model"),
         (ForwardMode, "forward_ad is used inside of the model"),
     ],
@@ -296,6 +288,17 @@ class Vectorized(Base):
 )
 def test_what_torch_func_traces_trains_as_eager() -> None:
     require_as_eager(Vectorized)
+
+
+class Penalty(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        (grad,) = torch.autograd.grad(self.down(h).tanh().sum(), h, create_graph=True)
+        return grad.square().sum()
+
+
+def test_a_gradient_that_forward_takes_is_differentiated_again() -> None:
+    require_as_eager(Penalty)
 
 
 @pytest.mark.wide
