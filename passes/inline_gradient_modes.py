@@ -161,6 +161,7 @@ class _Walk:
         self.named: dict[fx.Node, fx.Node] = {}  # which of them a name is of
         self.overtaken: list[tuple[fx.Node, list[fx.Node]]] = []  # changes of parameters, what has read these
         self.leaves = leaves
+        self.apart: set[fx.Node] = set()  # those of them that carry none of what is trained
         self.last_placeholder = next(reversed(graph.find_nodes(op="placeholder")), None)
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -195,6 +196,8 @@ class _Walk:
         if any(x in self.severed or self.carries.get(x) and not flows for x in shared):
             self.severed.add(node)
         self.carries[node] = carried and flows and is_continuous(node) or node in self.leaves
+        if node in self.leaves and not (flows and any(self._carries_trained(x) for x in node.all_input_nodes)):
+            self.apart.add(node)
         if carried and not (unstopped or self.transparent(node)):
             self._detach(node, region)
         for target, parameter in changed:
@@ -202,6 +205,9 @@ class _Walk:
         read = node.args[0] if node.args else None
         if isinstance(read, fx.Node) and read in self.named and _is_its_operand(node):  # w.to(...) of its own dtype
             self._name(self.named[read], node)
+
+    def _carries_trained(self, node: fx.Node) -> bool:
+        return self.carries.get(node, False) and node not in self.apart
 
     def _name(self, parameter: fx.Node, name: fx.Node) -> None:
         """Notes by what a parameter is read."""
@@ -231,7 +237,7 @@ class _Walk:
         is_of_caller = any(
             root.op == "placeholder" for root in roots
         )  # an input's is refused where the graph is described
-        flows = any(self.carries[x] for x in alike)
+        flows = any(map(self._carries_trained, alike))
         if not roots.isdisjoint(self.parameters):
             self._note_readers(node, target, alike, enabled)
             return

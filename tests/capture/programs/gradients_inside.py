@@ -111,6 +111,17 @@ class Langevin(Energy):
 
 
 @program(ranks=True)
+class LangevinInPlace(Energy):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.detach().clone().requires_grad_(True)
+        for _ in range(3):
+            (slope,) = grad(self.energy(y).sum(), y)
+            with torch.no_grad():
+                y.sub_(0.1 * slope)
+        return self.energy(y.detach()) - self.energy(x)
+
+
+@program(ranks=True)
 class InnerSteps(Two):
     """Parameters after three steps of another loss, and the gradient through these."""
 
