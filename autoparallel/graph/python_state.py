@@ -49,6 +49,7 @@ WITH_STATE = (Distribution, torch.optim.Optimizer, torch.optim.lr_scheduler.LRSc
 _HOLDERS = (Mapping, list, tuple, set, frozenset, deque, UserList)
 """What is compared by what it holds, also where it is of a user's class."""
 
+_SIMPLE = frozenset((bool, int, float, str, bytes, type(None)))
 _BUILTIN = frozenset((dict, list, tuple, set, frozenset, deque))
 
 OF_INPUTS = "what Python reads of the inputs at"
@@ -96,10 +97,15 @@ def freeze(value: Any, deep: bool = False, outer: tuple[int, ...] = ()) -> Hasha
     Args:
         deep: compares objects by their attributes, too.
     """
+    kind = type(value)
+    if kind in _SIMPLE and (kind is not float or value and value == value):
+        return kind, value  # as below: a container may hold thousands of them, and is compared at every call
     if isinstance(value, float | complex) and (value != value or not value):
-        return type(value), repr(value)  # 0.0 is equal to -0.0
+        return kind, repr(value)  # 0.0 is equal to -0.0
     if is_plain(value):
-        return type(value), str(value) if isinstance(value, slice) else value
+        return kind, str(value) if isinstance(value, slice) else value
+    if isinstance(value, torch.Tensor):
+        return Same(value)
     if id(value) in outer:
         return "again", outer.index(id(value))
     outer = (*outer, id(value))
@@ -123,7 +129,7 @@ def freeze(value: Any, deep: bool = False, outer: tuple[int, ...] = ()) -> Hasha
         return "partial", freeze((value.func, value.args, value.keywords), deep, outer)
     if slots_of(value) and not is_data(value):
         return Same(value), tuple([freeze(getattr(value, name, MISSING), deep, outer) for name in slots_of(value)])
-    if not deep or isinstance(value, (torch.Tensor, OPAQUE)) or not is_data(value) or len(outer) > _DEEPEST:
+    if not deep or isinstance(value, OPAQUE) or not is_data(value) or len(outer) > _DEEPEST:
         return Same(value)
     return Same(value), tuple([(name, freeze(x, deep, outer)) for name, x in vars(value).items()])
 
@@ -151,7 +157,7 @@ def is_users(cls: type) -> bool:
 def attributes_beside(value: Any) -> dict[str, Any]:
     """The attributes that a list, a dict or a set of a class in the user's own code has beside its entries."""
     cls: Any = type(value)
-    if cls in _BUILTIN or not isinstance(value, _HOLDERS) or not is_users_code(cls) or not is_data(value):
+    if cls in _BUILTIN or not is_users_code(cls) or not isinstance(value, _HOLDERS) or not is_data(value):
         return {}
     if isinstance(value, UserDict | UserList):
         return {name: x for name, x in vars(value).items() if name != "data"}
