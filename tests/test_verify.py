@@ -107,6 +107,49 @@ def test_unpicklable_model_and_loss_are_verified_and_left_alone() -> None:
     assert text == repr(report)
 
 
+class Grows:
+    """A loss whose weight grows from call to call."""
+
+    weight = 1.0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.weight *= 2.0
+        return self.weight * F.cross_entropy(output, target)
+
+
+@needs_fork
+def test_a_tolerance_is_measured_where_the_reference_began() -> None:
+    """What the loss has counted in one run is not where the next one begins."""
+    loss_fn = Grows()
+    inputs = torch.randn(8, 6), torch.randint(0, 4, (8,))
+    report = autoparallel.verify(nn.Linear(6, 4), 1, inputs, loss_fn, plan="fsdp", dtype=None, steps=2)
+    assert report.raise_if_failed() is report and report.measured
+    assert max(d.tolerance or 0.0 for d in report.differences) < 1e-4 and loss_fn.weight == 1.0
+
+
+@needs_fork
+def test_a_module_that_the_model_hides_is_cast_with_it() -> None:
+    teacher = nn.Linear(6, 6).requires_grad_(False)
+
+    class Student(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 6)
+            self.teachers = [teacher]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) - self.teachers[0](x)
+
+    autoparallel.verify(Student(), 1, torch.randn(4, 6), plan="fsdp").raise_if_failed()
+    assert teacher.weight.dtype == torch.float32
+
+    class Around(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) - teacher(x)
+
+    with pytest.raises(ProcessError, match="What to change: pass dtype=None"):
+        autoparallel.verify(Around(6, 6), 1, torch.randn(4, 6), plan="fsdp")
+
+
 @pytest.mark.slow
 @needs_fork
 @pytest.mark.parametrize("dtype", [torch.float64, None], ids=["float64", "bfloat16"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,9 @@ from autoparallel.runtime.norms.clipping import Clipper
 from autoparallel.runtime.ranks.randomness import Stream
 from autoparallel.tools.parity.comparison import Record, compare
 from autoparallel.tools.parity.localize import localized
-from autoparallel.tools.parity.noise import measure
+from autoparallel.tools.parity.noise import RUNS, noisy_records, tolerances_of
 from autoparallel.tools.parity.report import VerifyReport
-from autoparallel.tools.parity.task import make_task
+from autoparallel.tools.parity.task import Task, make_task
 from autoparallel.tools.parity.training import observe
 from autoparallel.tools.verify import make_report, run_rank, run_reference
 from tests.faults import FAULTS, LINES, Net, dropping
@@ -39,10 +39,17 @@ def check(model: nn.Module, inputs: Any = (X, Y), loss_fn: Any = F.cross_entropy
     task = make_task(model, 1, inputs, loss_fn, **options)
     limits: dict[int, float] = {}
     with torch.random.fork_rng(devices=[]):
-        reference = run_reference(task.copy(), tolerance == "auto", limits.__setitem__)
+        reference = run_reference(task.copy(), limits.__setitem__)
+        measures = tolerance == "auto" and task.is_open_ended
+        measured = _measure(task, reference.records, limits) if measures else None
         seen, plan = run_rank(task.copy(), lambda step, _: limits[step])
-        report = make_report(task, plan, [seen], reference, tolerance, 0.0)
+        report = make_report(task, plan, [seen], reference, measured, tolerance, 0.0)
         return replace(report, deviation=localized(task, report)) if localize and not report.ok else report
+
+
+def _measure(task: Task, records: Sequence[Record], limits: Mapping[int, float]) -> dict[tuple[int, str, str], float]:
+    runs = [noisy_records(task, run, lambda step, _: limits[step]) for run in range(RUNS)]
+    return tolerances_of(records, runs)
 
 
 def names(report: VerifyReport, kind: str) -> set[str]:
@@ -241,7 +248,7 @@ def test_a_tolerance_is_what_rounding_moves() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         task = make_task(Net(0.0).to(dtype), 1, (X.to(dtype), Y), F.cross_entropy)
         records = list(observe(task.copy().model, task, lambda *_: 1.0))
-        limits[dtype] = measure(task, records, [1.0])
+        limits[dtype] = _measure(task, records, {1: 1.0})
         assert set(limits[dtype]) == {r[:3] for r in records}
     ratios = [limits[torch.bfloat16][key] / limits[torch.float32][key] for key in limits[torch.float32]]
     assert all(2**12 < ratio < 2**20 for ratio in ratios), "as the roundings of the dtypes, whose ratio is 2 ** 16"

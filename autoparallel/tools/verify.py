@@ -27,7 +27,7 @@ from autoparallel.planner.request.presets import Preset
 from autoparallel.predict.optimizer import MakeOptimizer
 from autoparallel.tools.parity.comparison import RankSeen, Record, compare, compare_ranks, seen_of
 from autoparallel.tools.parity.localize import localized
-from autoparallel.tools.parity.noise import TOLERANCES, measure, narrowing_casts
+from autoparallel.tools.parity.noise import RUNS, TOLERANCES, narrowing_casts, noisy_records, tolerances_of
 from autoparallel.tools.parity.report import Deviation, VerifyReport
 from autoparallel.tools.parity.task import BeforeStep, Task, compile_task, make_task
 from autoparallel.tools.parity.training import LimitOf, observe
@@ -64,8 +64,9 @@ def verify(
 ) -> VerifyReport:
     """Checks that a plan computes what the plain model computes, on this machine's CPU.
 
-    Starts one process for each rank of the mesh and one for the reference, all with one thread; the user's model is
-    copied, never changed.  Use a small configuration of the model: every process holds it.
+    Starts one process for each rank of the mesh and one for the reference, and four more where tolerances are measured,
+    all with one thread; the user's model is copied, never changed.
+    Use a small configuration of the model: every process holds it.
 
     The difference of two tensors is ``max |a - b| / max(1, max |b|)``, where b is the reference's: relative for large
     values and absolute for small ones.
@@ -116,10 +117,14 @@ def verify(
     )  # fmt: skip
     if isinstance(tolerance, str) and tolerance != "auto":
         raise ValueError(f"tolerance is a number or 'auto', got {tolerance!r}")
-    places = [*ranks_of_mesh(task.ranks), Place("the reference", "reference", 0, 1)]
-    *ranks, reference = run_processes(places, _train, (task, tolerance == "auto"), timeout)
-    views, plans = zip(*ranks, strict=True)
-    report = make_report(task, plans[0], views, reference, tolerance, time.perf_counter() - started)
+    measures = tolerance == "auto" and task.is_open_ended
+    noisy = [Place(f"rounding errors {run}", f"{_NOISY}{run}", 0, 1) for run in range(RUNS * measures)]
+    places = [*ranks_of_mesh(task.ranks), Place("the reference", "reference", 0, 1), *noisy]
+    results = run_processes(places, _train, task, timeout)
+    views, plans = zip(*results[: task.ranks], strict=True)
+    reference, *runs = results[task.ranks :]
+    measured = tolerances_of(reference.records, runs) if measures else None
+    report = make_report(task, plans[0], views, reference, measured, tolerance, time.perf_counter() - started)
     if localize and not report.ok:
         left = max(timeout - (time.perf_counter() - started), 1.0)
         place = Place("the search for the first deviation", "localize", 0, 1)
@@ -134,13 +139,11 @@ class Reference:
 
     Attributes:
         records: what the ranks are compared with.
-        tolerances: of each of them, where they are measured.
         casts: where the model itself casts to a narrower dtype.
         notes: what a reader should know of it.
     """
 
     records: Sequence[Record]
-    tolerances: Mapping[tuple[int, str, str], float] | None
     casts: tuple[str, ...]
     notes: Sequence[str]
 
@@ -150,11 +153,11 @@ def make_report(
     plan: Plan,
     ranks: Sequence[RankSeen],
     reference: Reference,
+    measured: Mapping[tuple[int, str, str], float] | None,
     tolerance: float | str,
     seconds: float,
 ) -> VerifyReport:
-    """What the processes' results say."""
-    measured = reference.tolerances if tolerance == "auto" else None
+    """What the processes' results say; with the tolerance of each record, where they are measured."""
     if not isinstance(tolerance, str):
         limit = float(tolerance)
     elif measured is not None:
@@ -189,13 +192,21 @@ def _join_records(ranks: Sequence[RankSeen]) -> list[Record]:
 # ------------------------------------------------------------------------------------------------- what processes do
 
 
-def _train(process: Process, work: tuple[Task, bool]) -> tuple[RankSeen, Plan] | Reference:
-    """Trains the plain model in the process of the reference, and the compiled one in those of the ranks, of which only
-    the first sends what it has seen, but for those of a pipeline."""
-    task, measured = work
+_NOISY = "noisy"
+
+
+def _train(process: Process, task: Task) -> tuple[RankSeen, Plan] | Reference | list[Record]:
+    """Trains the plain model in the process of the reference and, with noise, in those of rounding errors, and the
+    compiled one in those of the ranks, of which only the first sends what it has seen, but for those of a pipeline."""
     if process.group == "reference":
-        return run_reference(task, measured, lambda step, limit: process.shared.set(f"limit{step}", repr(limit)))
-    view, plan = run_rank(task, lambda step, _: float(process.shared.get(f"limit{step}")))
+        return run_reference(task, lambda step, limit: process.shared.set(f"limit{step}", repr(limit)))
+
+    def limit_of(step: int, _: Sequence[Tensor]) -> float:
+        return float(process.shared.get(f"limit{step}"))
+
+    if process.group.startswith(_NOISY):
+        return noisy_records(task, int(process.group.removeprefix(_NOISY)), limit_of)
+    view, plan = run_rank(task, limit_of)
     tells = process.rank == 0 or plan.pipeline is not None
     return view if tells else replace(view, records=[]), plan
 
@@ -206,23 +217,21 @@ def run_rank(task: Task, limit_of: LimitOf) -> tuple[RankSeen, Plan]:
     return seen_of(module, list(observe(module, task, limit_of))), module.plan
 
 
-def run_reference(task: Task, measured: bool, tell: Callable[[int, float], None]) -> Reference:
+def run_reference(task: Task, tell: Callable[[int, float], None]) -> Reference:
     """Trains the plain model in eager autograd, and tells what is seen of it.
 
     Args:
-        measured: whether tolerances are measured where they are not known.
         tell: is told each step and the limit of its norm, half of what the norm is.
 
     Raises:
         PlainModelError: when the model fails by itself.
     """
-    limits: list[float] = []
 
     def half(step: int, grads: Sequence[Tensor]) -> float:
         norm = torch.stack([g.double().norm() for g in grads]).norm().item() if grads else 0.0
-        limits.append(norm / 2 if 0 < norm < math.inf else 1.0)
-        tell(step, limits[-1])
-        return limits[-1]
+        limit = norm / 2 if 0 < norm < math.inf else 1.0
+        tell(step, limit)
+        return limit
 
     fresh = task.copy()
     try:
@@ -230,14 +239,14 @@ def run_reference(task: Task, measured: bool, tell: Callable[[int, float], None]
     except operators.UnsupportedRandomness:
         raise
     except Exception as error:
-        raise PlainModelError(f"the plain model fails by itself: {type(error).__name__}: {error}") from error
-    open_ended = task.dtype is None or task.precision is not None
-    return Reference(
-        records,
-        measure(fresh, records, limits) if measured and open_ended else None,
-        () if open_ended else narrowing_casts(fresh),
-        _notes(task.model, records),
-    )
+        text = f"the plain model fails by itself: {type(error).__name__}: {error}"
+        if task.dtype is not None and "dtype" in text:
+            text += (
+                f"\nWhat to change: pass dtype=None, where the model reads what is no part of it, as a teacher in a "
+                f"closure: the model and its inputs were cast to {task.dtype}, and that was not"
+            )
+        raise PlainModelError(text) from error
+    return Reference(records, () if task.is_open_ended else narrowing_casts(fresh), _notes(task.model, records))
 
 
 def _notes(model: nn.Module, records: Sequence[Record]) -> list[str]:

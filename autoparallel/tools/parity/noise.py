@@ -23,7 +23,7 @@ from autoparallel import _torch
 from autoparallel.rules import operator_name
 from autoparallel.tools.parity.comparison import Record, difference
 from autoparallel.tools.parity.task import Task
-from autoparallel.tools.parity.training import Draws, call, module_stack, observe
+from autoparallel.tools.parity.training import Draws, LimitOf, call, module_stack, observe
 
 TOLERANCES = {torch.float64: (1e-9, 1e-6), torch.float32: (1e-5, 1e-2)}
 """By dtype: where nothing is cast to a narrower dtype, and where the model itself does that."""
@@ -55,29 +55,32 @@ def moved(x: Tensor, generator: torch.Generator) -> Tensor:
     return x * (1 + torch.finfo(x.dtype).eps * sign).to(x.dtype)
 
 
-def measure(task: Task, reference: Sequence[Record], limits: Sequence[float]) -> dict[tuple[int, str, str], float]:
-    """The tolerance of everything that a training run of the plain model shows.
+def noisy_records(task: Task, run: int, limit_of: LimitOf) -> list[Record]:
+    """What a training run of the plain model shows with everything moved, in a way that the run's number tells.
 
-    Args:
-        limits: by step, to what the reference clipped the norm.
+    It takes a process of its own: what calls change outside of the model (a count of the loss function, a global) is no
+    part of a copy, and a second run would begin where the first one has left it.
     """
+    generator = torch.Generator().manual_seed(task.seed + 1 + run)
+    noisy = task.copy()
+    inputs = pytree.tree_leaves([(b.args, b.kwargs) for b in noisy.batches])
+    with torch.no_grad():
+        for x in (*noisy.model.parameters(), *noisy.model.buffers(), *inputs):
+            if isinstance(x, Tensor) and x.is_floating_point():
+                x.copy_(moved(x, generator))
+    with _Noise(generator):
+        return list(observe(noisy.model, noisy, limit_of))
+
+
+def tolerances_of(reference: Sequence[Record], runs: Sequence[Sequence[Record]]) -> dict[tuple[int, str, str], float]:
+    """The tolerance of everything that a training run of the plain model shows, by what noisy ones show."""
     spread = {(step, kind, name): 0.0 for step, kind, name, _ in reference}
     values = {(step, kind, name): value for step, kind, name, value in reference}
-    for run in range(RUNS):
-        generator = torch.Generator().manual_seed(task.seed + 1 + run)
-        noisy = task.copy()
-        inputs = pytree.tree_leaves([(b.args, b.kwargs) for b in noisy.batches])
-        with torch.no_grad():
-            for x in (*noisy.model.parameters(), *noisy.model.buffers(), *inputs):
-                if isinstance(x, Tensor) and x.is_floating_point():
-                    x.copy_(moved(x, generator))
-        with _Noise(generator):
-            records = list(observe(noisy.model, noisy, lambda step, _: limits[step - 1]))
-        for step, kind, name, value in records:
-            expected = values.get((step, kind, name))
-            if value is not None and expected is not None:
-                off = difference(value, expected)
-                spread[step, kind, name] = max(spread[step, kind, name], off if math.isfinite(off) else 0.0)
+    for step, kind, name, value in (record for records in runs for record in records):
+        expected = values.get((step, kind, name))
+        if value is not None and expected is not None:
+            off = difference(value, expected)
+            spread[step, kind, name] = max(spread[step, kind, name], off if math.isfinite(off) else 0.0)
     return {key: max(FACTOR * spread[key], _floor(values[key])) for key in spread}
 
 

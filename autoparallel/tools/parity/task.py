@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autoparallel import _torch, api
 from autoparallel.comm.world import PIPELINE_AXIS, MeshShape, axes_of, count_ranks, mesh_size
 from autoparallel.graph.nesting import map_tensors
-from autoparallel.graph.plain_tensors import not_copied
+from autoparallel.graph.plain_tensors import held_unregistered, not_copied
 from autoparallel.plan import Plan
 from autoparallel.planner.request.presets import PRESETS, Preset
 from autoparallel.predict.optimizer import MakeOptimizer
@@ -69,6 +69,11 @@ class Task:
     @property
     def ranks(self) -> int:
         return mesh_size(self.axes)
+
+    @property
+    def is_open_ended(self) -> bool:
+        """Whether rounding decides how far results may be off, so that no fixed tolerance fits."""
+        return self.dtype is None or self.precision is not None
 
     def batch(self, step: int, number: int = 1) -> Batch:
         """A batch of a step; the first step is 1, and so is its first batch."""
@@ -163,11 +168,16 @@ def _copy(dtype: torch.dtype | None, x: Tensor) -> Tensor:
 
 
 def _copy_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """A copy on the cpu with its hooks; ``copy.deepcopy`` leaves out those of parameters."""
+    """A copy on the cpu with its hooks; ``copy.deepcopy`` leaves out those of parameters.
+
+    Modules that it holds without having registered them, as a teacher in a list, are cast with it."""
     memo = {id(held): held for held in not_copied(model)}
-    copied = _torch.nn.cast_module(copy.deepcopy(model, memo), functools.partial(_cast, dtype))
-    for theirs, ours in zip(model.parameters(), copied.parameters(), strict=True):
-        _torch.autograd.copy_parameter_hooks(theirs, ours)
+    copied = copy.deepcopy(model, memo)
+    theirs, ours = ({id(module): module for module in held_unregistered(m)[1]} for m in (model, copied))
+    for module in (copied, *(ours[key] for key in ours.keys() - theirs.keys())):
+        _torch.nn.cast_module(module, functools.partial(_cast, dtype))
+    for parameter, copy_of_it in zip(model.parameters(), copied.parameters(), strict=True):
+        _torch.autograd.copy_parameter_hooks(parameter, copy_of_it)
     return copied
 
 
