@@ -312,7 +312,7 @@ class DetachInPlace(nn.Module):
         return self.b(h)
 
 
-@program(refused=".")
+@program()
 class RequiresGradInside(nn.Module):
     """Gradients of an input are asked for inside forward: an energy's force."""
 
@@ -324,7 +324,7 @@ class RequiresGradInside(nn.Module):
         with torch.enable_grad():
             x = x.detach().requires_grad_(True)
             energy = self.a(x).tanh().sum()
-            (force,) = torch.autograd.grad(energy, x, create_graph=self.training)  # refused
+            (force,) = torch.autograd.grad(energy, x, create_graph=self.training)
         return force
 
 
@@ -342,14 +342,14 @@ class LeafOfForward(nn.Module):
         return self.b(self.a(h).tanh()) * (2 if h.requires_grad else 1)
 
 
-@program(refused="before the call")
+@program()
 class InputMadeToRequireGrad(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        x.requires_grad_()  # refused
+        x.requires_grad_()
         return self.a(x)
 
 
