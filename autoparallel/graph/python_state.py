@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import operator
 import sys
 import threading
 import types
@@ -197,16 +198,40 @@ class Guard:
         value: what it was, frozen.
         shown: the same, in short.
         deep: whether objects are compared by their attributes.
+        entries: what a list or a dict of simple values and tensors held, with its class: the very same, of which there
+            may be thousands, need not be frozen again.
     """
 
     read: Callable[[], Any]
     value: Hashable
     shown: str
     deep: bool
+    entries: tuple[type, list[Any]] | None = None
+
+    @classmethod
+    def of(cls, read: Callable[[], Any], deep: bool) -> Guard:
+        """That of what is read now."""
+        value = read()
+        entries = _entries_of(value)
+        is_simple = all(type(x) in _SIMPLE or isinstance(x, torch.Tensor) for x in entries or ())
+        noted = (type(value), entries) if entries and is_simple else None
+        return cls(read, freeze(value, deep), shown(value), deep, noted)
 
     def holds(self) -> bool:
         """Whether the value is what it was."""
-        return freeze(self.read(), self.deep) == self.value
+        now = self.read()
+        if self.entries is not None and type(now) is self.entries[0]:
+            entries = _entries_of(now) or []
+            if len(entries) == len(self.entries[1]) and all(map(operator.is_, entries, self.entries[1])):
+                return True
+        return freeze(now, self.deep) == self.value
+
+
+def _entries_of(value: Any) -> list[Any] | None:
+    """What a list, a tuple or a dict of Python's own holds, keys and values; None for any other value."""
+    if type(value) is dict:
+        return [*value, *value.values()]
+    return list(value) if type(value) in (list, tuple) else None
 
 
 @dataclass
@@ -290,9 +315,8 @@ class PythonState:
 
     def watch(self, label: str, read: Callable[[], Any], place: Hashable, deep: bool = False) -> str:
         """Notes a value that a function reads at a place, which it keeps alive. The label that it has got."""
-        value = read()
         label = self._label_at(place, label)
-        self.guards[label] = Guard(read, freeze(value, deep), shown(value), deep)
+        self.guards[label] = Guard.of(read, deep)
         return label
 
     def merge(self, other: PythonState) -> None:
