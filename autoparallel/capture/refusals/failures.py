@@ -81,6 +81,11 @@ _SYMPTOMS = (
         "this draws from a torch.Generator of its own, whose numbers would be those of the trace in every call",
     ),
     _Symptom(
+        "is called directly, but its parameters lie over the mesh",
+        "compute it in the model's forward, and return it beside the output, which the loss function is given",
+        "a part of the compiled model is called otherwise than through it, as by a loss function or a module apart",
+    ),
+    _Symptom(
         "is mutated in the forward method",
         "register it as a buffer, and reach it through the module that the hook or the function is given",
         "a tensor is changed in place that is reached otherwise than through the model, as by a hook's closure",

@@ -157,13 +157,13 @@ def parameter_given_the_memory_of_another(run: Run) -> None:
         parameter.data = source.data
 
 
-@loop(line=False, refused="inside of the model's forward")
+@loop(line=False, refused="call vmap and jvp inside of forward")
 def vmap_over_the_model(run: Run) -> None:
     model = run.compile(net())
     run.note("outputs", torch.vmap(model)(numbers(3, 4, 8, seed=1)))
 
 
-@loop(line=False, refused="inside of the model's forward")
+@loop(line=False, refused="torch.autograd.grad")
 def gradient_by_torch_func(run: Run) -> None:
     model = run.compile(net())
     run.note("gradient", torch.func.grad(lambda x: model(x).square().sum())(rows(1)[0]))

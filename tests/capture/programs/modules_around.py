@@ -192,3 +192,18 @@ def parameter_of_a_closure(run: Run) -> None:
 
     run.compile(Scaled().double())(numbers(4, 8, seed=0)).sum().backward()
     run.note("gradient", scale.grad)
+
+
+@loop(refused="return it beside the output")
+def loss_of_a_part(run: Run) -> None:
+    """A loss function that calls a layer of the model by itself, whose parameters lie over the mesh by then."""
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, plain[0](target).detach())  # refused
+
+    model = run.compile(plain, loss_fn)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        model(numbers(4, 8, seed=step), numbers(4, 8, seed=step + 9)).backward()
+        finish(run, model, optimizer)
