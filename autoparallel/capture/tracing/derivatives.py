@@ -70,13 +70,18 @@ def differentiate(
     with trace.silent(), _torch.export.unwatched(), mode, torch.enable_grad():
         computed = func(outputs, inputs, gradients, retain_graph=True, create_graph=True, allow_unused=unused)
     trace.differentiates = line_of_frame(sys._getframe(1))
-    seeds = [torch.ones_like(x) if g is None else g for x, g in zip(outputs, gradients, strict=True)]
+    seeds = [_one_of(x) if g is None else g for x, g in zip(outputs, gradients, strict=True)]
     places = [i for i, x in enumerate(computed) if x is not None]
     noted = torch.ops.autoparallel.derivative(outputs, [inputs[i] for i in places], seeds)
     results: list[Tensor | None] = [torch.zeros_like(x) if materialize_grads else None for x in inputs]
     for i, x in zip(places, noted, strict=True):
         results[i] = _follow(x, computed[i]) if create_graph and computed[i].requires_grad else x.detach()
     return tuple(results)
+
+
+def _one_of(output: Tensor) -> Tensor:
+    """The gradient of a scalar by itself, which depends on no row."""
+    return torch.ones(output.shape, dtype=output.dtype, device=output.device)
 
 
 def _follow(noted: Tensor, computed: Tensor) -> Tensor:

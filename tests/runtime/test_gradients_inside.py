@@ -1,0 +1,69 @@
+"""Gradients that a model takes in its forward: in the stages of a pipeline, in microbatches, in any batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoparallel
+from tests.distributed import run_distributed
+from tests.runtime.support import off
+
+
+class Forces(nn.Module):
+    """The force at each row of an energy that goes through all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = x.clone().requires_grad_()
+        h = self.first(place)
+        for layer in self.layers:
+            h = h + layer(h)
+        (slope,) = torch.autograd.grad(self.last(h).sum(), place, create_graph=True)
+        return -slope
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "pipeline": {"pipeline": autoparallel.Pipeline("1f1b", 2)},
+    "microbatches": {"plan": "fsdp", "microbatches": 2},
+    "fsdp": {"plan": "fsdp"},
+}
+
+
+def _train(kind: str) -> tuple[float, float, int]:
+    """How far losses and parameters are from those of a plain model; the number of traces."""
+    torch.manual_seed(0)
+    plain = Forces().double()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp" if kind == "pipeline" else "dp",))
+    model: Any = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=F.mse_loss, **OPTIONS[kind])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    losses = []
+    for rows in (8, 4, 12):
+        x, y = torch.randn(2, rows, 4, dtype=torch.float64)
+        pair = model(x, y), F.mse_loss(plain(x), y)
+        losses.append(off(*pair))
+        for loss, optimizer in zip(pair, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    ours = dict(model.full_parameters())
+    apart = max(off(ours[name], p) for name, p in plain.named_parameters())
+    return max(losses), apart, len(model._kinds)
+
+
+@pytest.mark.wide_where(lambda kind: kind == "fsdp")
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_they_are_those_of_one_process(kind: str) -> None:
+    for loss, parameters, traces in run_distributed(_train, kind, world_size=2):
+        assert loss < 1e-9 and parameters < 1e-9
+        assert traces == 1
