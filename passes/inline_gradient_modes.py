@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -44,9 +44,13 @@ from autoparallel.graph.errors import refusal
 from autoparallel.graph.layers import is_checkpointed
 from autoparallel.graph.lines import line_of, marks_of
 from autoparallel.operators.changed_parameters import with_value
-from autoparallel.operators.derivatives import DERIVATIVE
+from autoparallel.operators.derivatives import DERIVATIVE, LEAF
 from autoparallel.passes.mark_gradients import is_continuous, stops_gradient
 from autoparallel.rules.shapes import hint
+
+
+_OF_ANY_MODE = (operator.getitem, DERIVATIVE)
+"""What carries a gradient under ``no_grad``, too: what a derivative is taken of is made elsewhere."""
 
 
 def inline_gradient_modes(
@@ -73,7 +77,12 @@ def inline_gradient_modes(
             no gradients itself.
     """
     modes = dict(_flatten(module, enabled))
-    derivatives = module.graph.find_nodes(op="call_function", target=DERIVATIVE)
+    derivatives = list(_calls_of(DERIVATIVE, module))
+    if not derivatives:
+        for leaf in _calls_of(LEAF, module):
+            modes.pop(leaf, None)
+            leaf.replace_all_uses_with(leaf.args[0])  # type: ignore[arg-type]
+            leaf.graph.erase_node(leaf)
     if not enabled and not derivatives:
         # Only what reads a parameter or an input there, or a view of one, makes something that carries a gradient.
         carrying = {x for x in module.graph.find_nodes(op="placeholder") if x.name in differentiable}
@@ -87,8 +96,15 @@ def inline_gradient_modes(
             if not carrying.isdisjoint(_aliases(node)[0]):
                 carrying.add(node)
     elif modes:
-        leaves = {x for call in derivatives for x in call.args[1]}  # which the model may have made require gradients
+        leaves = {x for call in derivatives for x in cast(Sequence[fx.Node], call.args[1])}  # which the model may have made require gradients
         _Walk(module.graph, modes, differentiable, parameters, transparent, aliases, leaves).run()
+
+
+def _calls_of(target: Any, module: fx.GraphModule) -> Iterator[fx.Node]:
+    """The calls of an operator, also in regions of autocast."""
+    for inner in module.modules():
+        if isinstance(inner, fx.GraphModule):
+            yield from inner.graph.find_nodes(op="call_function", target=target)
 
 
 def _flatten(module: fx.GraphModule, enabled: bool) -> Iterator[tuple[fx.Node, tuple[bool, int]]]:
@@ -191,7 +207,7 @@ class _Walk:
         stops = [stop for x in shared for stop in self.stops.get(x, ())]
         self.stops[node] = frozenset([*stops, node] if shared and stops_gradient(node) else stops)
         carried = any(self.carries.get(x) for x in node.all_input_nodes)
-        unstopped = enabled or node.target is operator.getitem or carried and _is_its_operand(node)
+        unstopped = enabled or node.target in _OF_ANY_MODE or carried and _is_its_operand(node)
         flows = unstopped and not stops_gradient(node)
         if any(x in self.severed or self.carries.get(x) and not flows for x in shared):
             self.severed.add(node)
@@ -241,6 +257,13 @@ class _Walk:
         if not roots.isdisjoint(self.parameters):
             self._note_readers(node, target, alike, enabled)
             return
+        if leaf := next((x for x in alike if x.target is LEAF), None):
+            raise refusal(
+                f"a tensor is changed in place that forward makes require a gradient ({line_of(leaf)}), or what shares "
+                "its memory,",
+                line_of(node),
+                "make a new tensor instead (x = (x - step).detach().requires_grad_())",
+            )
         if self.tied & roots:
             raise refusal(
                 "a tensor is changed in place that shares its memory with a result of an autograd.Function",
@@ -418,7 +441,7 @@ def _writes_in(region: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
 
 def _aliases(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """The operands that a call's results may share memory with, and those that it changes."""
-    if node.target is operator.getitem:
+    if node.target in (operator.getitem, LEAF):
         return list(node.all_input_nodes), []
     if not isinstance(node.target, torch._ops.OpOverload):
         return [], []

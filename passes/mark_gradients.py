@@ -15,11 +15,12 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autoparallel.operators.derivatives import DERIVATIVE
 from autoparallel.rules.calls import may_have_gradient
 
 _NO_GRADIENT = (
     "aten::detach", "aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_empty",
-    "aten::new_zeros", "aten::new_ones", "aten::new_full",
+    "aten::new_zeros", "aten::new_ones", "aten::new_full", "autoparallel::leaf",
 )  # fmt: skip
 
 
@@ -42,6 +43,8 @@ def mark_new(graph: fx.Graph) -> None:
 
 def stops_gradient(node: fx.Node) -> bool:
     """Whether the result of a call never depends on its operands differentiably."""
+    if node.target is DERIVATIVE:
+        return not node.args[3]
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _NO_GRADIENT
 
 

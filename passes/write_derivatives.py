@@ -3,10 +3,12 @@
 What autograd would run is traced, of the calls that lead from the inputs to the outputs alone: it reads what these
 have computed, and becomes calls like any others, which are sharded, and differentiated once more where one wants it.
 
-Before (x is a leaf of the model's; e = sum(tanh(x) * w)):
-    tanh = aten.tanh(x);  mul = aten.mul(tanh, w);  sum = aten.sum(mul);  ones = aten.ones_like(sum)
-    derivative = autoparallel.derivative([sum], [x], [ones]);  grad = derivative[0]
+Before (x is a tensor of the model's own; e = sum(tanh(x) * w)):
+    leaf = autoparallel.leaf(x)
+    tanh = aten.tanh(leaf);  mul = aten.mul(tanh, w);  sum = aten.sum(mul);  ones = aten.ones_like(sum)
+    derivative = autoparallel.derivative([sum], [leaf], [ones], True);  grad = derivative[0]
 After:
+    tanh = aten.tanh(x);  mul = aten.mul(tanh, w);  ones = aten.ones_like(sum)
     expand = aten.expand(ones, [4, 8]);  mul_1 = aten.mul(expand, w)
     mul_2 = aten.mul(tanh, tanh);  sub = aten.rsub(mul_2, 1);  grad = aten.mul(mul_1, sub)
 
@@ -28,9 +30,10 @@ from torch.export import default_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from autoparallel._torch.export import gives_view
 from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.lines import line_of, marks_of
-from autoparallel.operators.derivatives import COMPOSED, DERIVATIVE
+from autoparallel.operators.derivatives import COMPOSED, DERIVATIVE, LEAF
 from autoparallel.operators.opaque import HOOK
 from autoparallel.passes.mark_gradients import is_continuous, stops_gradient
 from autoparallel.rules.calls import ancestors
@@ -47,12 +50,15 @@ def write_derivatives(module: fx.GraphModule) -> None:
     calls = module.graph.find_nodes(op="call_function", target=DERIVATIVE)
     for call in calls:
         _write(module.graph, call)
+    for leaf in module.graph.find_nodes(op="call_function", target=LEAF):
+        leaf.replace_all_uses_with(leaf.args[0])
+        module.graph.erase_node(leaf)
     if calls:
         module.graph.eliminate_dead_code()
 
 
 def _write(graph: fx.Graph, call: fx.Node) -> None:
-    rows = cast(tuple[Sequence[fx.Node], ...], call.args)
+    *rows, follows = cast(tuple[Any, ...], call.args)
     _, inputs, seeds = rows
     path = _find_path(graph, call)
     operands = [x for node in path for x in node.all_input_nodes]
@@ -81,6 +87,8 @@ def _write(graph: fx.Graph, call: fx.Node) -> None:
             becomes[result[0].args[0]] = node
     with graph.inserting_before(call):
         new = list(map(_copier(graph, becomes, marks_of(call)), gradients))
+        if not follows:
+            new = [_stop_gradient(graph, x, marks_of(call)) for x in new]
     for user in list(call.users):
         user.replace_all_uses_with(new[cast(int, user.args[1])])
         graph.erase_node(user)
@@ -89,16 +97,19 @@ def _write(graph: fx.Graph, call: fx.Node) -> None:
 
 def _find_path(graph: fx.Graph, call: fx.Node) -> dict[fx.Node, None]:
     """The calls through which a gradient flows from outputs to inputs, in their order."""
-    outputs, inputs, _ = cast(tuple[Sequence[fx.Node], ...], call.args)
+    outputs, inputs, *_ = cast(tuple[Sequence[fx.Node], ...], call.args)
     reached, following = set(inputs), set[fx.Node]()
     for node in graph.nodes:
         if node is call:
             break
         flows = node.op == "call_function" and is_continuous(node) and not stops_gradient(node)
+        if node.target is operator.getitem and node.args[0].target in COMPOSED and node.args[1] != 0:
+            flows = False  # statistics, which have no gradient
         if flows and not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
             following.add(node)
     path = [x for x in ancestors(graph, outputs, following.__contains__) if x in following]
+    _require_one_view(graph, call)
     for node in path:
         if node.target is not operator.getitem and not isinstance(node.target, torch._ops.OpOverload):
             raise _refusal_of(call, f"which goes through what is no operator of torch ({line_of(node)})")
@@ -106,6 +117,28 @@ def _find_path(graph: fx.Graph, call: fx.Node) -> dict[fx.Node, None]:
         if hook.args[0] in path or hook.args[0] in inputs:
             raise _refusal_of(call, f"which goes through a hook ({line_of(hook)})")
     return dict.fromkeys(path)
+
+
+def _require_one_view(graph: fx.Graph, call: fx.Node) -> None:
+    """Refuses an input that is a view of which another may be meant: what is written into the memory makes views of it
+    anew, one for each that reads them, and which of them belong together, nothing tells."""
+    outputs, inputs, *_ = cast(tuple[Sequence[fx.Node], ...], call.args)
+    views = [x for x in inputs if x.op == "call_function" and gives_view(x.target)]
+    if not views:
+        return
+    names: dict[fx.Node, Any] = {}
+
+    def name(node: fx.Node) -> Any:
+        """What a view, or a size, is of; the node itself of all else."""
+        if node not in names:
+            is_alike = gives_view(node.target) or node.target is torch.ops.aten.sym_size.int
+            names[node] = (node.target, repr(fx.map_arg((node.args, node.kwargs), name))) if is_alike else node
+        return names[node]
+
+    before = set(ancestors(graph, outputs))
+    for view in views:
+        if any(x is not view and x.target is view.target and name(x) == name(view) for x in before):
+            raise _refusal_of(call, "with respect to a view of a tensor, of which there are several", _OF_A_COPY)
 
 
 def _value_of(node: fx.Node, *, is_leaf: bool) -> Any:
@@ -147,10 +180,18 @@ def _copier(graph: fx.Graph, becomes: dict[fx.Node, fx.Node], marks: Mapping[str
     return put
 
 
-def _refusal_of(call: fx.Node, what: str) -> CaptureError:
-    return refusal(
-        f"the model takes a gradient, {what},",
-        line_of(call),
-        "write the derivative out, put it into an autograd.Function (whose forward may call torch.autograd.grad under "
-        "torch.enable_grad), or differentiate what the model returns",
-    )
+_OTHERWISE = (
+    "write the derivative out, put it into an autograd.Function (whose forward may call torch.autograd.grad under "
+    "torch.enable_grad), or differentiate what the model returns"
+)
+_OF_A_COPY = "differentiate with respect to a copy (h = h.clone()), of which everything behind it is computed"
+
+
+def _stop_gradient(graph: fx.Graph, node: fx.Node, marks: Mapping[str, Any]) -> fx.Node:
+    detached = graph.call_function(_DETACH, (node,))
+    detached.meta = {"val": node.meta["val"], **marks}
+    return detached
+
+
+def _refusal_of(call: fx.Node, what: str, cure: str = _OTHERWISE) -> CaptureError:
+    return refusal(f"the model takes a gradient, {what},", line_of(call), cure)

@@ -25,7 +25,13 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.fx.experimental.proxy_tensor import _ModuleStackTracer, disable_proxy_modes_tracing, get_proxy_mode
+from torch.fx.experimental.proxy_tensor import (
+    _ModuleStackTracer,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    set_proxy_slot,
+)
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
@@ -241,6 +247,19 @@ def result_untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """What a function gives, which leaves no call in the trace."""
     with disable_proxy_modes_tracing():
         return function(*args, **kwargs)
+
+
+def node_of(tensor: torch.Tensor) -> fx.Node | None:
+    """What a tensor is in the graph that is being traced."""
+    mode = get_proxy_mode()
+    return None if mode is None else get_proxy_slot(tensor, mode.tracer).proxy.node
+
+
+def read_instead(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """What reads a tensor from here on, reads another in the trace."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    set_proxy_slot(tensor, mode.tracer, get_proxy_slot(other, mode.tracer))
 
 
 def place_in_trace() -> tuple[fx.Graph | None, int]:

@@ -15,13 +15,24 @@ from torch import Tensor
 aten = torch.ops.aten
 
 _LIBRARY = torch.library.Library("autoparallel", "FRAGMENT")
-_LIBRARY.define("derivative(Tensor[] outputs, Tensor[] inputs, Tensor[] gradients) -> Tensor[]")
+_LIBRARY.define("derivative(Tensor[] outputs, Tensor[] inputs, Tensor[] gradients, bool follows) -> Tensor[]")
 DERIVATIVE = torch.ops.autoparallel.derivative.default
-"""The gradients of ``inputs``, where ``gradients`` are those of ``outputs``; it exists while a model is traced only."""
+"""The gradients of ``inputs``, where ``gradients`` are those of ``outputs``, and whether these carry gradients
+themselves; it exists while a model is traced only."""
+
+_LIBRARY.define("leaf(Tensor x) -> Tensor")
+LEAF = torch.ops.autoparallel.leaf.default
+"""A tensor of the model's own from where it requires a gradient on: what was computed of it before has none with
+respect to it.  It exists while a model is traced only, and shares the memory of ``x``, which nobody may change then."""
+
+
+@torch.library.register_fake("autoparallel::leaf", lib=_LIBRARY)
+def _(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 @torch.library.register_fake("autoparallel::derivative", lib=_LIBRARY)
-def _(outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+def _(outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor], follows: bool) -> list[Tensor]:
     return [torch.empty_like(x) for x in inputs]
 
 

@@ -27,7 +27,7 @@ class _Slope(nn.Module):
         out = self.function(x, w)
         for _ in range(self.times):
             total = (out * w).sum()
-            (out,) = DERIVATIVE([total], [x], [torch.ones_like(total)])
+            (out,) = DERIVATIVE([total], [x], [torch.ones_like(total)], True)
         return out
 
 

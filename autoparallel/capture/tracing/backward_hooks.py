@@ -127,6 +127,7 @@ def _requires_grad(trace: Trace, func: Any, tensor: Tensor, value: bool = True) 
     if value and tensor.is_leaf and id(tensor) not in trace.existing and not isinstance(tensor, nn.Parameter):
         # Its gradient stays with a tensor that no user has; what flows to parameters is the same.
         trace.has_leaves = True
+        _begin_leaf(tensor)
         return func(tensor, value)
     if value and trace.attributes.is_buffer(tensor):
         trace.left_out[line_of_frame(sys._getframe(1))] = "the gradient of a buffer, which eager adds up in its .grad"
@@ -142,6 +143,19 @@ def _requires_grad(trace: Trace, func: Any, tensor: Tensor, value: bool = True) 
         f"a tensor's requires_grad becomes {value} inside of the model",
         "use x.detach() for what carries none; freeze parameters, and make inputs require gradients, before the call",
     )
+
+
+def _begin_leaf(tensor: Tensor) -> None:
+    """Notes from where on a tensor requires a gradient."""
+    node = _torch.export.node_of(tensor)
+    if node is None:
+        return
+    if node.op == "placeholder" and node.users:  # in a later call, that has a gradient, too
+        raise refuse(
+            "a buffer's requires_grad becomes True inside of the model, which has read it before,",
+            "use buffer.detach().requires_grad_(), a tensor of the model's own",
+        )
+    _torch.export.read_instead(tensor, torch.ops.autoparallel.leaf(tensor))
 
 
 _MODULE = f"{FOLDER}nn/modules/module.py"

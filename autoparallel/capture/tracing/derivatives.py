@@ -25,7 +25,8 @@ class _Follow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, noted: Tensor, computed: Tensor) -> Tensor:
-        return noted.view_as(noted)
+        ctx.mark_dirty(noted)  # no view, which could not be changed in place
+        return noted
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -72,10 +73,11 @@ def differentiate(
     trace.differentiates = line_of_frame(sys._getframe(1))
     seeds = [_one_of(x) if g is None else g for x, g in zip(outputs, gradients, strict=True)]
     places = [i for i, x in enumerate(computed) if x is not None]
-    noted = torch.ops.autoparallel.derivative(outputs, [inputs[i] for i in places], seeds)
+    follows = create_graph and any(computed[i].requires_grad for i in places)
+    noted = torch.ops.autoparallel.derivative(outputs, [inputs[i] for i in places], seeds, follows)
     results: list[Tensor | None] = [torch.zeros_like(x) if materialize_grads else None for x in inputs]
     for i, x in zip(places, noted, strict=True):
-        results[i] = _follow(x, computed[i]) if create_graph and computed[i].requires_grad else x.detach()
+        results[i] = _follow(x, computed[i]) if follows and computed[i].requires_grad else x.detach() if follows else x
     return tuple(results)
 
 
@@ -85,4 +87,5 @@ def _one_of(output: Tensor) -> Tensor:
 
 
 def _follow(noted: Tensor, computed: Tensor) -> Tensor:
-    return super(_torch.autograd.SingleLevelFunction, _Follow).apply(noted, computed)
+    with _torch.export.unwatched(), torch.enable_grad():  # in whatever mode it is taken
+        return super(_torch.autograd.SingleLevelFunction, _Follow).apply(noted, computed)

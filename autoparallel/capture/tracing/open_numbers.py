@@ -199,14 +199,14 @@ def _batch_norm(
     training: bool = False, momentum: Any = 0.1, eps: Any = 1e-5,
 ) -> Tensor:  # fmt: skip
     """Running statistics move towards those of the batch by an open momentum."""
-    statistics = [x for x in (running_mean, running_var) if x is not None]
-    if not _are_open(momentum) or not training or not statistics:
+    if not _are_open(momentum) or not training or running_mean is running_var is None:
         momentum = 0.1 if _are_open(momentum) else momentum
         return func(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    before = [x.clone() for x in statistics]
-    out = func(input, running_mean, running_var, weight, bias, True, 1.0, eps)
-    for values, old in zip(statistics, before, strict=True):
-        values.copy_(momentum * values + (1 - momentum) * old)
+    newest = [None if x is None else x.clone() for x in (running_mean, running_var)]  # which autograd keeps
+    out = func(input, *newest, weight, bias, True, 1.0, eps)
+    for values, new in zip((running_mean, running_var), newest, strict=True):
+        if new is not None:
+            values.copy_(momentum * new + (1 - momentum) * values)
     return out
 
 

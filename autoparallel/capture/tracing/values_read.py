@@ -144,11 +144,10 @@ def _batch_norm(self: Any, x: Tensor) -> Tensor:
         return _BATCH_NORM(self, x)
     self._check_input_dim(x)
     self.num_batches_tracked.add_(1)
-    statistics = self.running_mean, self.running_var
-    before = [values.clone() for values in statistics]
-    out = F.batch_norm(x, *statistics, self.weight, self.bias, True, 1.0, self.eps)
-    for values, old in zip(statistics, before, strict=True):
-        values.copy_(old + (values - old) / self.num_batches_tracked)
+    newest = mean, variance = self.running_mean.clone(), self.running_var.clone()  # which autograd keeps
+    out = F.batch_norm(x, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+    for values, new in zip((self.running_mean, self.running_var), newest, strict=True):
+        values.copy_(values + (new - values) / self.num_batches_tracked)
     return out
 
 

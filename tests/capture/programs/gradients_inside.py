@@ -218,6 +218,65 @@ class OfFunctional(SmoothEnergy):
         return gradient * tangent
 
 
+@program(ranks=True)
+class RequiresGradientLate(SmoothEnergy):
+    """What was computed of a tensor before it requires a gradient has none, and views of it behind belong to it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = x.clone().view(2, 2, 8)
+        place[0] *= 2
+        before = place * 2
+        place.requires_grad_()
+        part = place[1]
+        energy = (self.energy(place) * before * part.sin()).sum()
+        return grad(energy, place, create_graph=True)[0]
+
+
+@program(ranks=True)
+class TakenUnderNoGrad(SmoothEnergy):
+    """A gradient that is to be differentiated follows in whatever mode it is taken."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone().requires_grad_()
+        energy = self.energy(x).sum()
+        with torch.no_grad():
+            (slope,) = grad(energy, x, create_graph=True)
+            other = slope.square()
+        assert slope.requires_grad and not other.requires_grad
+        (twice,) = grad((slope * other).sum(), x, create_graph=True)
+        return slope * other, twice
+
+
+@program(ranks=True)
+class ResultsChangedInPlace(SmoothEnergy):
+    """Gradients are tensors like any others, which one clips."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone().requires_grad_()
+        energy = self.energy(x).sum()
+        (first,) = grad(energy, x, retain_graph=True)
+        first.clamp_(-0.1, 0.1)
+        first[:, 0] = 0
+        (second,) = grad(energy, x, create_graph=True)
+        second.mul_(2).add_(self.a(x))
+        return first * self.a(x), second
+
+
+@program(ranks=True)
+class ThroughStatistics(nn.Module):
+    """Batch norms whose running statistics are means, and are read behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.mean = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.BatchNorm1d(8, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        h = self.mean(self.norm(self.a(x)).tanh())
+        assert self.norm.running_mean is not None
+        return grad((h.square() * self.norm.running_mean).sum(), x, create_graph=True)[0]
+
+
 class ForceAtInputs(Energy):
     """The user's own tensor requires a gradient from then on, and has one after the backward."""
 
@@ -283,6 +342,40 @@ class OfAnInputThatWasRead(Energy):
         h = x.square()
         x.requires_grad_(True)  # refused
         return grad(self.energy(x + h).sum(), x, create_graph=True)[0]
+
+
+@program(refused=r"buffer\.detach\(\)\.requires_grad_\(\)")
+class OfABufferThatWasRead(SmoothEnergy):
+    """In the second call, it requires a gradient from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.full((8,), 0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * self.shift
+        self.shift.requires_grad_()  # refused
+        return grad((self.energy(x + self.shift) * h).sum(), self.shift, create_graph=True)[0]
+
+
+@program(refused=r"h\.clone\(\)")
+class OfAViewThatIsWritten(SmoothEnergy):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).view(2, 2, 8)
+        h[0] *= 2
+        part = h[1]
+        return grad((self.energy(h) * part.sin()).sum(), h, create_graph=True)[0]  # refused
+
+
+@program(refused="make a new tensor")
+class StepsInPlace(SmoothEnergy):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.detach().clone().requires_grad_()
+        for _ in range(2):
+            (slope,) = grad(self.energy(y).sum(), y)
+            with torch.no_grad():
+                y -= 0.1 * slope  # refused
+        return self.energy(y.detach())
 
 
 class Doubled(torch.autograd.Function):
