@@ -48,7 +48,6 @@ from autoparallel.operators.derivatives import DERIVATIVE, LEAF
 from autoparallel.passes.mark_gradients import is_continuous, stops_gradient
 from autoparallel.rules.shapes import hint
 
-
 _OF_ANY_MODE = (operator.getitem, DERIVATIVE)
 """What carries a gradient under ``no_grad``, too: what a derivative is taken of is made elsewhere."""
 
@@ -96,7 +95,9 @@ def inline_gradient_modes(
             if not carrying.isdisjoint(_aliases(node)[0]):
                 carrying.add(node)
     elif modes:
-        leaves = {x for call in derivatives for x in cast(Sequence[fx.Node], call.args[1])}  # which the model may have made require gradients
+        leaves = {
+            x for call in derivatives for x in cast(Sequence[fx.Node], call.args[1])
+        }  # which the model may have made require gradients
         _Walk(module.graph, modes, differentiable, parameters, transparent, aliases, leaves).run()
 
 
@@ -257,7 +258,9 @@ class _Walk:
         if not roots.isdisjoint(self.parameters):
             self._note_readers(node, target, alike, enabled)
             return
-        if leaf := next((x for x in alike if x.target is LEAF), None):
+        leaf = next((x for x in alike if x.target is LEAF), None)
+        is_read_as_leaf = all(user.target is LEAF for root in roots for user in root.users)
+        if leaf is not None and (enabled or target not in self.apart or not is_read_as_leaf):
             raise refusal(
                 f"a tensor is changed in place that forward makes require a gradient ({line_of(leaf)}), or what shares "
                 "its memory,",

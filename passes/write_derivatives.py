@@ -64,6 +64,7 @@ def _write(graph: fx.Graph, call: fx.Node) -> None:
     operands = [x for node in path for x in node.all_input_nodes]
     sources = [x for x in dict.fromkeys([*operands, *inputs, *seeds]) if x not in path]
     values = [_value_of(x, is_leaf=x in inputs) for x in sources]
+    mode = inputs[0].meta["val"].fake_mode  # also of what is made of no tensor
 
     def run(*parts: Any) -> tuple[list[Any], Sequence[Any]]:
         results: dict[Any, Any] = dict(zip(sources, parts, strict=True))
@@ -74,7 +75,7 @@ def _write(graph: fx.Graph, call: fx.Node) -> None:
         return [results[x] for x in path], torch.autograd.grad(ends, starts, gradients, create_graph=True)
 
     try:
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # others cannot be differentiated twice
+        with mode, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # others cannot be differentiated twice
             traced = _as_values(make_fx(run, decomposition_table=_of_backwards())(*values), values)
     except Exception as error:
         raise _refusal_of(call, f"which torch cannot take ({str(error).partition(chr(10))[0]})") from error
@@ -149,10 +150,11 @@ def _value_of(node: fx.Node, *, is_leaf: bool) -> Any:
 
 @cache
 def _of_backwards() -> dict[Any, Callable[..., Any]]:
-    """What the operators that autograd runs are composed of, but for those that read statistics, through which their
-    compositions have no gradient."""
+    """What the operators that autograd runs are composed of, but for those that read statistics, or what else forward
+    keeps for them, through which their compositions have no gradient."""
     table = default_decompositions()
-    return {op: run for op, run in table.items() if "backward" in str(op) and "norm_backward" not in str(op)}
+    backwards = {op: run for op, run in table.items() if "backward" in str(op) and "norm_backward" not in str(op)}
+    return backwards | {torch.ops.aten.log_sigmoid_backward.default: lambda grad, x, _: grad * torch.sigmoid(-x)}
 
 
 def _as_values(traced: fx.GraphModule, values: Sequence[Any]) -> fx.Graph:

@@ -60,6 +60,7 @@ def test_what_autograd_would_run_stands_in_the_graph() -> None:
         lambda x, w: F.rms_norm(x, [8], w).tanh(),
         lambda x, w: (x / x.norm(dim=-1, keepdim=True) * w).exp(),  # its backward writes in place
         lambda x, w: F.softmax(x * w, -1).square(),
+        lambda x, w: F.logsigmoid(x * w),  # its backward reads what forward keeps for it
         lambda x, w: F.scaled_dot_product_attention(x * w, x, x.tanh()[None])[0],
         lambda x, w: x.detach() * x * w * x.exp(),
     ],

@@ -18,6 +18,7 @@ from torch import Tensor
 from autoparallel import _torch
 from autoparallel.capture.tracing.trace import Trace, refuse
 from autoparallel.graph.lines import line_of_frame
+from autoparallel.operators.opaque import CALL
 
 
 class _Follow(torch.autograd.Function):
@@ -53,7 +54,7 @@ def differentiate(
             "call torch.autograd.grad(..., create_graph=True), which becomes a part of the program, or write the "
             "derivative out",
         )
-    if trace.calls:  # from whose results autograd does not get to what they are made of
+    if _calls_functions(trace):  # from whose results autograd does not get to what they are made of
         raise refuse(
             "a gradient is taken in a model that has an autograd.Function, or backward hooks of modules,",
             "write the derivative out, or put all of it into an autograd.Function (whose forward may call "
@@ -84,6 +85,12 @@ def differentiate(
 def _one_of(output: Tensor) -> Tensor:
     """The gradient of a scalar by itself, which depends on no row."""
     return torch.ones(output.shape, dtype=output.dtype, device=output.device)
+
+
+def _calls_functions(trace: Trace) -> bool:
+    """Whether a trace has met a call that only stands for what it computes; its table may have others' calls."""
+    graph = _torch.export.graph_of_trace()
+    return bool(trace.calls) and (graph is None or bool(graph.find_nodes(op="call_function", target=CALL)))
 
 
 def _follow(noted: Tensor, computed: Tensor) -> Tensor:

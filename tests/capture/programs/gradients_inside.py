@@ -277,6 +277,16 @@ class ThroughStatistics(nn.Module):
         return grad((h.square() * self.norm.running_mean).sum(), x, create_graph=True)[0]
 
 
+@program(ranks=True)
+class ThroughSpectra(SmoothEnergy):
+    """The backward of a window's view makes indices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        spectrum = torch.stft(self.a(x), 4, window=torch.ones(4), return_complex=True).abs()
+        return grad(F.logsigmoid(spectrum).sum(), x, create_graph=True)[0]
+
+
 class ForceAtInputs(Energy):
     """The user's own tensor requires a gradient from then on, and has one after the backward."""
 
@@ -331,6 +341,26 @@ def critic_with_penalty() -> nn.Module:
     return CriticWithPenalty()
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+@program()
+class FunctionBehind(SmoothEnergy):
+    """Where Python asks for a value, the second trace has met no Function either."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        force = Doubled.apply(grad(self.energy(x).sum(), x, create_graph=True)[0])
+        return force * 2 if force.sum() > 0 else force - 1
+
+
 # --------------------------------------------------------------------------------------------------------- refused
 
 
@@ -374,18 +404,9 @@ class StepsInPlace(SmoothEnergy):
         for _ in range(2):
             (slope,) = grad(self.energy(y).sum(), y)
             with torch.no_grad():
-                y -= 0.1 * slope  # refused
+                y -= 0.1 * slope
+                y.clamp_(-1, 1)  # refused
         return self.energy(y.detach())
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 2 * gradient
 
 
 @program(refused="write the derivative out")
