@@ -16,7 +16,7 @@ from autoparallel.capture.python.containers import everything_in, holds_the_same
 from autoparallel.graph.generators import GENERATORS, set_state, state_of
 from autoparallel.graph.python_state import MISSING, WITH_STATE, freeze, is_data, slots_of
 from autoparallel.graph.surroundings import SCRIPT, TRACED, Surroundings
-from autoparallel.graph.variables import Attribute, Variable
+from autoparallel.graph.variables import Variable
 
 Finder = Callable[[], Sequence[Variable]]
 """Finds the variables that have an object."""
@@ -83,7 +83,7 @@ class Root:
         for variable in variables:
             surroundings.add(variable)
         path = f"{SCRIPT}.{surroundings.name_of(variables[0])}"
-        return path if isinstance(variables[0], Attribute) or not rest else f"{path}.{rest}"
+        return path if not rest or variables[0].read() is self.read() else f"{path}.{rest}"
 
     def changed(self) -> bool:
         return freeze(self.read(), deep=True) != self.frozen
