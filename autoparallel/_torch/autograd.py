@@ -33,6 +33,11 @@ SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 """What a mode sees where a tensor's ``grad_fn`` or ``grad`` is read, and where its ``requires_grad`` is set."""
 
 
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has hooks that ``torch.autograd.grad`` with respect to it runs, too."""
+    return bool(tensor._backward_hooks) or tensor.retains_grad
+
+
 def saved_as_they_are() -> AbstractContextManager[object]:
     """Inside, hooks on saved tensors that were entered before see none; ``torch.func.grad`` allows no others."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
@@ -55,6 +60,13 @@ def copy_parameter_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
         target.register_hook(hook)
     for hook in (getattr(source, "_post_accumulate_grad_hooks", None) or {}).values():
         target.register_post_accumulate_grad_hook(hook)
+
+
+def recording() -> AbstractContextManager[Any]:
+    """Inside, autograd records what runs, in a kernel that it calls, too, such as a fake one of an operator."""
+    local = torch._C._dispatch_tls_local_exclude_set()
+    excluded = local - torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def is_transforming() -> bool:

@@ -22,6 +22,7 @@ from autoparallel.graph.hooks import make_template
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import OURS
 from autoparallel.operators.opaque import Unsupported
+from autoparallel.rules.calls import may_have_gradient
 
 # --------------------------------------------------------------------------------------------------- tensor hooks
 
@@ -122,7 +123,8 @@ def _differentiate(trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _requires_grad(trace: Trace, func: Any, tensor: Tensor, value: bool = True) -> Any:
-    if tensor.requires_grad == value or _caller().startswith(FOLDER) and _caller() != _MODULE:
+    is_of_torch = _caller().startswith(FOLDER) and _caller() != _MODULE
+    if tensor.requires_grad == value or not may_have_gradient(tensor) or is_of_torch:
         return func(tensor, value)
     if value and tensor.is_leaf and id(tensor) not in trace.existing and not isinstance(tensor, nn.Parameter):
         # Its gradient stays with a tensor that no user has; what flows to parameters is the same.

@@ -60,6 +60,13 @@ def differentiate(
             "write the derivative out, or put all of it into an autograd.Function (whose forward may call "
             "torch.autograd.grad under torch.enable_grad), or differentiate what the model returns",
         )
+    if any(map(trace.attributes.has_hooks, inputs)):  # which see, and change, this gradient, too
+        raise refuse(
+            "a gradient is taken with respect to a parameter or an input that has a hook, or keeps its gradient "
+            "(retain_grad),",
+            "differentiate with respect to a copy (w = w.clone()), of which everything behind it is computed; or leave "
+            "out the hook (register_post_accumulate_grad_hook registers one that does not see it)",
+        )
     if is_grads_batched:
         raise refuse("gradients are taken for a batch of vectors (is_grads_batched)", "take one after the other")
     if isinstance(grad_outputs, Tensor):

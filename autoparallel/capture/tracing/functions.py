@@ -61,11 +61,11 @@ def _apply(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def _run_silently(function: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
-    """Runs Python on fake tensors without a trace of it."""
+    """Runs Python on fake tensors without a trace of it; it may differentiate."""
     trace = CURRENT.value
     assert trace is not None
     mode = next(m for t in tensors if (m := getattr(t, "fake_mode", None)) is not None)
-    with trace.silent(), _torch.export.unwatched(), mode:
+    with trace.silent(), _torch.export.unwatched(), mode, _torch.autograd.recording():
         return function()
 
 

@@ -45,6 +45,7 @@ class TensorAttributes:
         self._inputs: dict[int, Tensor] = {}
         self._before: list[tuple[str, Tensor, set[str]]] = []  # the attributes of what stands for them
         self._read: dict[tuple[str, str], None] = {}
+        self._asked_hooks: set[str] = set()
 
     def note_tensors(self, stand_ins: Mapping[str, Tensor], inputs: Sequence[Any]) -> None:
         """Notes what stands for parameters and buffers, by name, and for inputs."""
@@ -104,6 +105,15 @@ class TensorAttributes:
         with _torch.export.unwatched():
             return function(owner.detach())
 
+    def has_hooks(self, tensor: Tensor) -> bool:
+        """Whether somebody waits for the gradient of a parameter, a buffer or an input, whoever takes it."""
+        label, owner = self._users.get(id(tensor), ("", None))
+        if owner is not None:
+            self._asked_hooks.add(label)
+            return _torch.autograd.has_hooks(owner)
+        of_input = self._inputs.get(id(tensor))
+        return of_input is not None and _torch.autograd.has_hooks(of_input)
+
     def is_parameter(self, tensor: Tensor) -> bool:
         """Whether a tensor stands for a parameter of the model."""
         return isinstance(self._users.get(id(tensor), ("", None))[1], nn.Parameter)
@@ -124,6 +134,9 @@ class TensorAttributes:
         for label, name in self._read:
             place = id(self._model), label, name
             state.watch(f"{label}.{name}", partial(_attribute_of, self._model, label, name), place)
+        for label in self._asked_hooks:
+            place = id(self._model), label, _torch.autograd.HOOKS[0]
+            state.watch(f"the hooks of {label}", partial(_has_hooks, self._model, label), place)
         for label in self._flags:
             state.watch(label, partial(_number_of, self._model, label), (id(self._model), label))
         return state
@@ -137,3 +150,7 @@ def _number_of(model: nn.Module, label: str) -> int | float:
 
 def _attribute_of(model: nn.Module, label: str, name: str) -> Any:
     return vars(tensor_at(model, label)).get(name, MISSING)
+
+
+def _has_hooks(model: nn.Module, label: str) -> bool:
+    return _torch.autograd.has_hooks(tensor_at(model, label))

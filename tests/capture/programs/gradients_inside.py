@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -361,7 +362,68 @@ class FunctionBehind(SmoothEnergy):
         return force * 2 if force.sum() > 0 else force - 1
 
 
+class Slope(torch.autograd.Function):
+    """A derivative that a Function takes in its forward: the cure where the model may not take it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return grad((x @ weight).tanh().sum(), x)[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            x, weight = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+            (slope,) = grad((x @ weight).tanh().sum(), x, create_graph=True)
+        return grad(slope, (x, weight), gradient)
+
+
+@program(ranks=True)
+class InsideAFunction(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(Slope.apply(x, self.a.weight))
+
+
+@loop()
+def whole_numbers_require_no_gradient(run: Run) -> None:
+    """Torch's own error, as for any tensor of whole numbers."""
+    model = run.compile(ForceAtInputs())
+    with pytest.raises(RuntimeError, match="floating point"):
+        model({"place": torch.ones(4, 8, dtype=torch.long), "charge": numbers(4, 8, seed=1)})
+
+
 # --------------------------------------------------------------------------------------------------------- refused
+
+
+class WithHook(SmoothEnergy):
+    """A hook on a parameter sees the gradient that forward takes of it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+    def forward(self, x: Tensor) -> Tensor:
+        (slope,) = grad(self.energy(x).sum(), self.a.weight, create_graph=True)  # refused
+        return F.linear(x, self.a.weight - slope)
+
+
+@program(refused=r"w\.clone\(\)")
+def of_a_parameter_with_a_hook() -> nn.Module:
+    return WithHook()
+
+
+@loop(refused=r"w\.clone\(\)")
+def of_an_input_with_a_hook(run: Run) -> None:
+    class Model(SmoothEnergy):
+        def forward(self, x: Tensor) -> Tensor:
+            return grad(self.energy(x).sum(), x, create_graph=True)[0]  # refused
+
+    model = run.compile(Model())
+    x = numbers(4, 8, seed=1).requires_grad_()
+    x.register_hook(lambda gradient: gradient * 3)
+    run.note("force", model(x))
 
 
 @program(refused=r"x\.detach\(\)\.requires_grad_\(\)")
