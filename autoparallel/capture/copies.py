@@ -150,6 +150,7 @@ class Copies:
             inputs.alike,
             inputs.numbers,
             inputs.twins,
+            inputs.requiring,
             self.returned_anyway,
             self.fixed_numbers,
         )  # fmt: skip

@@ -63,6 +63,7 @@ class FakeInputs:
         self.shapes = _shapes_of(self.arguments, leaves, dynamic)
         self.ids = {*map(id, leaves)}
         self.numbers = {i: spec.value for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)}
+        self.requiring = [i for i, s in enumerate(specs) if isinstance(s, InputSpec) and s.is_to_require]
         self.twins = [(i, s.twin) for i, s in enumerate(specs) if isinstance(s, InputSpec) and s.twin is not None]
         self.alike = _alike(specs)
 

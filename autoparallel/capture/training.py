@@ -127,6 +127,7 @@ class Training(nn.Module):
         alike: the open dims of inputs, each an input and a dim, in sets of the same size: one symbol stands for a set.
         numbers: the values of inputs that are tensors in the graph, and numbers to the model, by their places.
         twins: the inputs that are the same tensor as an earlier one, with that.
+        requiring: the places of those that forward is known to have require gradients.
         returned_anyway: the labels of attributes that a call returns as it is given them, where it does not set them.
         fixed_numbers: the labels of those that are whole numbers and no longer open.
     """
@@ -140,11 +141,13 @@ class Training(nn.Module):
         alike: Sequence[Sequence[tuple[int, int]]],
         numbers: Mapping[int, int | float],
         twins: Sequence[tuple[int, int]],
+        requiring: Collection[int] = (),
         returned_anyway: Collection[str] = (),
         fixed_numbers: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.alike, self.numbers, self.twins = alike, numbers, twins
+        self.requiring = requiring
         self.returned_anyway, self.fixed_numbers = returned_anyway, fixed_numbers
         self.model = model
         self.loss_fn = loss_fn
@@ -196,6 +199,7 @@ class Training(nn.Module):
                 written = dict(sorted({**written, **left}.items(), reverse=True))
         if trace is not None:
             _require_unset(trace.attributes)
+            trace.require_same_inputs(self.requiring)
         _require_leaves(leaves)
         for name, value in {**written, **self._changes}.items():
             more, self.findings.attributes[name] = flatten_results(value)

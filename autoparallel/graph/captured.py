@@ -381,6 +381,7 @@ class InputSpec:
         open: the other dims whose size is left open, each with the number of a length that it shares.
         twin: the number of the earlier input that is the same tensor; None where there is none.
         is_number: whether its sizes stand for a number that calls change (see ``graph.carried_attributes``).
+        is_to_require: whether it requires a gradient because forward is known to have it require one.
     """
 
     shape: tuple[int, ...]
@@ -390,6 +391,7 @@ class InputSpec:
     open: tuple[tuple[int, int], ...] = ()
     twin: int | None = None
     is_number: bool = False
+    is_to_require: bool = False
 
     @property
     def fixed_shape(self) -> tuple[int, ...]:

@@ -123,6 +123,8 @@ def _differentiate(trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _requires_grad(trace: Trace, func: Any, tensor: Tensor, value: bool = True) -> Any:
+    if value and id(tensor) in trace.places:
+        trace.requiring.add(trace.places[id(tensor)])
     is_of_torch = _caller().startswith(FOLDER) and _caller() != _MODULE
     if tensor.requires_grad == value or not may_have_gradient(tensor) or is_of_torch:
         return func(tensor, value)

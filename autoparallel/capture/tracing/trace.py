@@ -87,7 +87,7 @@ class Trace:
         has_leaves: whether the model has made a tensor of its own require gradients, which nobody is given.
         differentiates: the line at which it has taken gradients.
         places: of the inputs that are tensors, by the id of what stands for them; ``read_inputs`` has those that a
-            function of torch has been given.
+            function of torch has been given, ``requiring`` the places of those that the model has require gradients.
         kernels: the names of those that attention may run on where the model is called.
         script_depth: how many functions of TorchScript the model is in.
         numbers: the places among the inputs of numbers that are left open, and their values, by what stands for them.
@@ -120,6 +120,7 @@ class Trace:
         self.has_leaves, self.differentiates = False, ""
         self.places: dict[int, int] = {}
         self.read_inputs: set[int] = set()
+        self.requiring: set[int] = set()
         self.kernels, self.script_depth = _torch.nn.attention_kernels(), 0
         self._regions: list[tuple[fx.Graph | None, int]] = []  # that the model is in
         self.counting: dict[int, tuple[Tensor, int]] = {}
@@ -193,6 +194,7 @@ class Trace:
         """Notes what stands for the inputs."""
         self.places = {id(x): place for place, x in enumerate(inputs) if isinstance(x, Tensor)}
         self.read_inputs.clear()
+        self.requiring.clear()
         if self.inputs is not None:
             self.inputs.note_inputs(inputs)
 
@@ -203,6 +205,16 @@ class Trace:
                 self.note_read(x)
             elif id(x) in self.places:
                 self.read_inputs.add(id(x))
+
+    def require_same_inputs(self, places: Collection[int]) -> None:
+        """Refuses a call that does not have inputs require gradients which others like it have require them."""
+        if not self.requiring.issuperset(places):
+            raise CaptureError(
+                "an input's requires_grad becomes True inside of the model in some calls, and not in others that are "
+                "given inputs of the same form\n"
+                "What to change: make it require gradients before the call, or differentiate with respect to a tensor "
+                "of the model's own (x = x.detach().requires_grad_())."
+            )
 
     def note_number(self, number: Any, place: int, value: int | float) -> None:
         """Notes what stands for a number that is left open."""

@@ -7,9 +7,10 @@ A call that turns out to depend on more than it is given is read again, with tha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoparallel.graph.beside import beside_in
@@ -37,17 +38,26 @@ class Carried:
     Attributes:
         values: the attributes, by label, each with a value that it has had.
         draws: what calls are given to draw, by which some of them go on: scripts, by their names.
-        requiring: the places of the inputs that forward has require a gradient, by the nesting of a call's inputs and
-            the modes of the modules.
+        requiring: the places of the inputs that forward has require a gradient, by the form of a call.
     """
 
     def __init__(self, exchange: Exchange) -> None:
         self.values: dict[str, Any] = {}
         self.draws: dict[str, Script] = {}
-        self.requiring: dict[tuple[str, tuple[bool, ...]], set[int]] = {}
+        self.requiring: dict[Hashable, set[int]] = {}
         self._exchange, self._numbers = exchange, NumbersSet()
         self._changed_at: dict[str, str] = {}  # by label: the lines of the model that change it
         self._traced: dict[str, dict[float | str, str]] = {}  # by label: what had a trace of its own, and the line
+
+    @staticmethod
+    def form_of(nesting: Any, training: tuple[bool, ...], leaves: Iterable[Any]) -> Hashable:
+        """By what a model decides whether an input is to require a gradient: the modes of its modules, and how inputs
+        nest, their dims and flags."""
+        kinds = tuple([
+            x.ndim if isinstance(x, torch.Tensor) else x if isinstance(x, bool | str | None) else type(x)
+            for x in leaves
+        ])  # fmt: skip
+        return str(nesting), training, kinds
 
     def draw_ahead(self) -> dict[str, tuple[float, ...]]:
         """The numbers that a call is given to draw: on every rank those that the first rank would draw."""

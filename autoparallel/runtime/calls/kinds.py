@@ -247,7 +247,9 @@ class Kinds:
     def _key(self, call: Call) -> Key:
         """What a trace depends on, except for the sizes that are open."""
         specs = tuple(
-            (s.batch, s.open, s.fixed_shape, s.dtype, s.requires_grad, s.twin) if isinstance(s, InputSpec) else s
+            (s.batch, s.open, s.fixed_shape, s.dtype, s.requires_grad, s.twin, s.is_to_require)
+            if isinstance(s, InputSpec)
+            else s
             for s in call.specs
         )
         key = (
@@ -295,8 +297,8 @@ class Kinds:
                     self.carried.draws = add_script(self.carried.draws, error)
                     continue
                 except NeedsGradientError as error:
-                    modes = str(call.in_spec), call.training
-                    self.carried.requiring.setdefault(modes, set()).add(error.place)
+                    form = self.carried.form_of(call.in_spec, call.training, call.arguments)
+                    self.carried.requiring.setdefault(form, set()).add(error.place)
                     continue
                 except FailsUntraced as error:
                     if error.raised_by_model is None:

@@ -362,6 +362,37 @@ class FunctionBehind(SmoothEnergy):
         return force * 2 if force.sum() > 0 else force - 1
 
 
+class ForceWhereAsked(SmoothEnergy):
+    asks = True
+
+    def forward(self, x: Tensor, force: bool) -> tuple[Tensor, ...]:
+        if not (force and self.asks):
+            return (self.energy(x),)
+        x.requires_grad_()
+        energy = self.energy(x)
+        return energy, grad(energy.sum(), x, create_graph=True)[0]
+
+
+@loop(ranks=True)
+def force_where_an_argument_asks(run: Run) -> None:
+    """In other calls, the input requires no gradient."""
+    model = run.compile(ForceWhereAsked())
+    for step in range(4):
+        x = numbers(4, 8, seed=step)
+        for output in model(x, step % 2 == 0):
+            run.note("output", output, grad=True)
+        run.note("input", x.requires_grad)
+
+
+@loop(refused=r"x\.detach\(\)\.requires_grad_\(\)", line=False)
+def force_where_an_attribute_asks(run: Run) -> None:
+    model = run.compile(ForceWhereAsked())
+    run.note("force", model(numbers(4, 8, seed=1), True), grad=True)
+    run.plain.asks = False
+    run.changed()
+    run.note("energy", model(numbers(4, 8, seed=2), True), grad=True)
+
+
 class Slope(torch.autograd.Function):
     """A derivative that a Function takes in its forward: the cure where the model may not take it."""
 
