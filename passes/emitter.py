@@ -54,6 +54,24 @@ class Emitter:
         return value
 
 
+def copier(graph: fx.Graph, becomes: dict[fx.Node, fx.Node], call: fx.Node) -> Callable[[fx.Node], fx.Node]:
+    """What copies a node of a trace, and what it is made of, to where a graph inserts, in the place of a call.
+
+    Args:
+        becomes: what is there already for nodes of the trace; the copies are added.
+    """
+    marks = marks_of(call)
+
+    def put(node: fx.Node) -> fx.Node:
+        if node not in becomes:
+            assert node.op == "call_function", node.format_node()
+            becomes[node] = copied = graph.node_copy(node, put)
+            copied.meta = {"val": node.meta.get("val"), **marks}
+        return becomes[node]
+
+    return put
+
+
 Rewrite = Callable[[Emitter, fx.Node], Any]
 """What makes that which takes the place of a call: a node, or of a call with several results a function from a result's
 index to its node; None where the call may stay."""

@@ -95,9 +95,8 @@ def inline_gradient_modes(
             if not carrying.isdisjoint(_aliases(node)[0]):
                 carrying.add(node)
     elif modes:
-        leaves = {
-            x for call in derivatives for x in cast(Sequence[fx.Node], call.args[1])
-        }  # which the model may have made require gradients
+        # Those by which a derivative is taken: the model may have made them require gradients.
+        leaves = {x for call in derivatives for x in cast(Sequence[fx.Node], call.args[1])}
         _Walk(module.graph, modes, differentiable, parameters, transparent, aliases, leaves).run()
 
 

@@ -20,7 +20,7 @@ to the outputs.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -32,9 +32,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoparallel._torch.export import gives_view
 from autoparallel.graph.errors import CaptureError, refusal
-from autoparallel.graph.lines import line_of, marks_of
+from autoparallel.graph.lines import line_of
 from autoparallel.operators.derivatives import COMPOSED, DERIVATIVE, LEAF
 from autoparallel.operators.opaque import HOOK
+from autoparallel.passes.emitter import Emitter, copier
 from autoparallel.passes.mark_gradients import is_continuous, stops_gradient
 from autoparallel.rules.calls import ancestors
 
@@ -87,9 +88,9 @@ def _write(graph: fx.Graph, call: fx.Node) -> None:
         elif result[0].target is operator.getitem and result[0].args[0].target is node.target:  # of several results
             becomes[result[0].args[0]] = node
     with graph.inserting_before(call):
-        new = list(map(_copier(graph, becomes, marks_of(call)), gradients))
+        new = list(map(copier(graph, becomes, call), gradients))
         if not follows:
-            new = [_stop_gradient(graph, x, marks_of(call)) for x in new]
+            new = [Emitter(call)(_DETACH, x) for x in new]
     for user in list(call.users):
         user.replace_all_uses_with(new[cast(int, user.args[1])])
         graph.erase_node(user)
@@ -169,31 +170,12 @@ def _as_values(traced: fx.GraphModule, values: Sequence[Any]) -> fx.Graph:
         return make_fx(torch.func.functionalize(traced, remove="mutations"))(*values).graph
 
 
-def _copier(graph: fx.Graph, becomes: dict[fx.Node, fx.Node], marks: Mapping[str, Any]) -> Callable[[fx.Node], fx.Node]:
-    """Copies a node of a trace, and what it is made of, but for what is there."""
-
-    def put(node: fx.Node) -> fx.Node:
-        if node not in becomes:
-            assert node.op == "call_function", node.format_node()
-            becomes[node] = copied = graph.node_copy(node, put)
-            copied.meta = {"val": node.meta.get("val"), **marks}
-        return becomes[node]
-
-    return put
-
-
-_OTHERWISE = (
+INSTEAD_OF_GRADIENTS = (
     "write the derivative out, put it into an autograd.Function (whose forward may call torch.autograd.grad under "
     "torch.enable_grad), or differentiate what the model returns"
 )
 _OF_A_COPY = "differentiate with respect to a copy (h = h.clone()), of which everything behind it is computed"
 
 
-def _stop_gradient(graph: fx.Graph, node: fx.Node, marks: Mapping[str, Any]) -> fx.Node:
-    detached = graph.call_function(_DETACH, (node,))
-    detached.meta = {"val": node.meta["val"], **marks}
-    return detached
-
-
-def _refusal_of(call: fx.Node, what: str, cure: str = _OTHERWISE) -> CaptureError:
+def _refusal_of(call: fx.Node, what: str, cure: str = INSTEAD_OF_GRADIENTS) -> CaptureError:
     return refusal(f"the model takes a gradient, {what},", line_of(call), cure)

@@ -62,6 +62,11 @@ def copy_parameter_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
         target.register_post_accumulate_grad_hook(hook)
 
 
+def apply_of(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """What torch does to apply a Function, past the name that a trace replaces."""
+    return super(SingleLevelFunction, cls).apply  # type: ignore[misc]
+
+
 def recording() -> AbstractContextManager[Any]:
     """Inside, autograd records what runs, in a kernel that it calls, too, such as a fake one of an operator."""
     local = torch._C._dispatch_tls_local_exclude_set()

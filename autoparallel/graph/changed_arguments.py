@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch.tensors import storage_mark
+from autoparallel._torch.tensors import share_storage
 from autoparallel.graph.errors import CaptureError
 from autoparallel.graph.python_state import is_plain, is_same
 from autoparallel.graph.records import attributes_of, fields_of
@@ -150,7 +150,7 @@ def require_writable(leaves: Sequence[Any], places: Collection[int], others: Seq
         if isinstance(written, DTensor):
             raise ValueError(f"the call changes an input in place that is a DTensor\n{_COPY}")
         sharing = [x for x in (*leaves, *others) if isinstance(x, torch.Tensor) and x is not written]
-        if any(storage_mark(x) == storage_mark(written) for x in sharing):
+        if any(share_storage(x, written) for x in sharing):
             raise ValueError(
                 "the call changes an input in place that shares its memory with another input, or with a tensor of the "
                 f"model\n{_COPY}"

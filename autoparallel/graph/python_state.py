@@ -14,7 +14,7 @@ import threading
 import types
 from argparse import Namespace
 from array import array
-from collections import UserDict, UserList, deque
+from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -51,7 +51,8 @@ _HOLDERS = (Mapping, list, tuple, set, frozenset, deque, UserList)
 """What is compared by what it holds, also where it is of a user's class."""
 
 _SIMPLE = frozenset((bool, int, float, str, bytes, type(None)))
-_BUILTIN = frozenset((dict, list, tuple, set, frozenset, deque))
+_KINDS: tuple[Any, ...] = (OrderedDict, dict, list, tuple, set, frozenset, deque)
+_BUILTIN = frozenset(_KINDS) - {OrderedDict}
 
 OF_INPUTS = "what Python reads of the inputs at"
 """How the label of such a value begins."""
@@ -148,6 +149,12 @@ def _has_table(cls: Any) -> bool:
     """Whether the ``__dict__`` of objects is where their attributes are, and not what their class makes of that."""
     table = next((vars(c)["__dict__"] for c in cls.__mro__ if "__dict__" in vars(c)), None)
     return isinstance(table, types.GetSetDescriptorType)
+
+
+def kind_of(container: Any) -> Any:
+    """The class of Python's whose methods look at a container, or change it, and nothing else, as a class of the user's
+    may; the class of any other object."""
+    return next((kind for kind in _KINDS if isinstance(container, kind)), type(container))
 
 
 def is_users(cls: type) -> bool:
@@ -364,9 +371,7 @@ def shown(value: Any) -> str:
     if value is MISSING:
         return "nothing"
     if isinstance(value, Sized) and not is_plain(value) and not isinstance(value, torch.Tensor | Array):
-        kinds: tuple[Any, ...] = (dict, list, tuple, set, frozenset)
-        kind = next((kind for kind in kinds if isinstance(value, kind)), type(value))
-        return f"a {type(value).__name__} of {kind.__len__(value)}"  # a user's class may have none
+        return f"a {type(value).__name__} of {kind_of(value).__len__(value)}"  # a user's class may have none
     text = repr(value) if is_plain(value) else getattr(value, "__name__", None) or f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -12,7 +12,7 @@ calls alone are traced, all at once.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -33,7 +33,7 @@ from autoparallel.capture.functional.in_place import (
     make_new_values,
     operator_of_write,
 )
-from autoparallel.graph.lines import marks_of
+from autoparallel.passes.emitter import copier
 
 _DROPOUT = torch.ops.aten.dropout.default  # one that draws has become an operator of ours: this gives what it is given
 _OF_VIEWS = frozenset({_DROPOUT, torch.ops.aten.broadcast_tensors.default, torch.ops.aten.repeat_interleave.self_int})
@@ -142,15 +142,8 @@ def _take_apart(graph: fx.Graph, calls: Sequence[fx.Node]) -> None:
             becomes[stands_for[old]] = new
 
     for call, results in zip(calls, traced.output_node().args[0], strict=True):  # type: ignore[arg-type]
-
-        def put(node: fx.Node, marks: Mapping[str, Any] = marks_of(call)) -> fx.Node:
-            if node not in becomes:
-                becomes[node] = copied = graph.node_copy(node, put)
-                copied.meta = {"val": node.meta.get("val"), **marks}
-            return becomes[node]
-
         with graph.inserting_before(call):
-            new = fx.map_arg(results, put)
+            new = fx.map_arg(results, copier(graph, becomes, call))
         if isinstance(new, fx.Node):
             replace(call, new)
             continue

@@ -9,13 +9,22 @@ from contextlib import contextmanager
 from functools import partial
 from operator import is_
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from autoparallel.graph.generators import GENERATORS
 from autoparallel.graph.labels import is_key, label_of_entry
-from autoparallel.graph.python_state import MISSING, attributes_beside, freeze, is_data, is_plain, is_same, slots_of
+from autoparallel.graph.python_state import (
+    MISSING,
+    attributes_beside,
+    freeze,
+    is_data,
+    is_plain,
+    is_same,
+    kind_of,
+    slots_of,
+)
 
 BY_VALUE = (np.ndarray, array, bytearray, *GENERATORS)
 """What holds numbers, or draws them."""
@@ -53,13 +62,8 @@ def entries_of(container: Any) -> Any:
 
 def plain_copy(container: Any) -> Any:
     """A list, dict, set or deque of Python's own that holds the same; ``copy()`` of a user's class may make others."""
-    kind = _kind_of(container)
+    kind = kind_of(container)
     return dict(kind.items(container)) if isinstance(container, dict) else kind(container)
-
-
-def _kind_of(container: Any) -> Any:
-    """The class of Python's whose methods change a container, and nothing else, as a class of the user's may."""
-    return next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(container, kind))
 
 
 def holds_the_same(container: Any, entries: Any) -> bool:
@@ -72,7 +76,7 @@ def holds_the_same(container: Any, entries: Any) -> bool:
 def flat(container: Any) -> Iterator[Any]:
     """What a container holds; of a dict the keys, too."""
     if isinstance(container, dict):
-        for key, value in _kind_of(container).items(container):
+        for key, value in kind_of(container).items(container):
             yield key
             yield value
     else:
@@ -81,7 +85,7 @@ def flat(container: Any) -> Iterator[Any]:
 
 def refill(container: Any, entries: Any) -> None:
     """Puts back what a container held."""
-    kind = _kind_of(container)
+    kind = kind_of(container)
     kind.clear(container)
     (kind.extend if kind in (list, deque) else kind.update)(container, entries)
 
@@ -149,20 +153,13 @@ def everything_in(value: Any) -> Iterator[Any]:
         visited.add(id(value))
         yield value
         if isinstance(value, list | tuple | dict | set | deque):
-            left.extend(_plain_entries(value))
+            kind = kind_of(value)  # past what a user's class makes of iteration, or of its length, which may even raise
+            left.extend(kind.values(value) if isinstance(value, dict) else kind.__iter__(value))
             left.extend([vars(value)] if attributes_beside(value) else ())
         elif isinstance(value, partial):
             left.extend((value.func, value.args, value.keywords))
         elif is_data(value) or isinstance(value, UserDict | UserList):
             left.extend(vars(value).values())
-
-
-def _plain_entries(container: Any) -> Iterable[Any]:
-    """The entries, past what a user's class makes of iteration, or of its length, which may even raise."""
-    if isinstance(container, dict):
-        return dict.values(container)
-    kinds: tuple[Any, ...] = (list, tuple, set, deque)
-    return cast(Iterable[Any], next(kind for kind in kinds if isinstance(container, kind)).__iter__(container))
 
 
 def objects_in(value: Any) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel._torch.dtensor import local_of
 from autoparallel._torch.export import free_unbacked_symbols
-from autoparallel._torch.tensors import memory_span, storage_mark
+from autoparallel._torch.tensors import memory_span, share_storage
 from autoparallel.capture.refusals.data_access import refused_memory
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.errors import CaptureError, refusal
@@ -143,7 +143,7 @@ def require_gradients_apart(captured: Captured, trained: Sequence[torch.Tensor],
     """
     for tensor in trained:
         if ranks > 1 or isinstance(tensor, torch.nn.Parameter):
-            names = {x for x, value in captured.constants.items() if storage_mark(value) == storage_mark(tensor)}
+            names = {x for x, value in captured.constants.items() if share_storage(value, tensor)}
             readers = (x for node in captured.graph.nodes if node.name in names for x in node.users)
             what = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor that requires a gradient"
             raise refusal(

@@ -22,6 +22,7 @@ from autoparallel.graph.hooks import make_template
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import OURS
 from autoparallel.operators.opaque import Unsupported
+from autoparallel.passes.write_derivatives import INSTEAD_OF_GRADIENTS
 from autoparallel.rules.calls import may_have_gradient
 
 # --------------------------------------------------------------------------------------------------- tensor hooks
@@ -117,8 +118,7 @@ def _grad(trace: Trace, func: Any, tensor: Tensor, *rest: Any) -> Any:
 def _differentiate(trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
     raise refuse(
         f"{func.__name__}() differentiates inside of the model",
-        "write the derivative out, put it into an autograd.Function (whose forward may call torch.autograd.grad under "
-        "torch.enable_grad), or differentiate what the model returns",
+        INSTEAD_OF_GRADIENTS,
     )
 
 

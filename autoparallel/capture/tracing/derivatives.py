@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from autoparallel import _torch
 from autoparallel.capture.tracing.trace import Trace, refuse
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.operators.opaque import CALL
+from autoparallel.passes.write_derivatives import INSTEAD_OF_GRADIENTS
 
 
 class _Follow(torch.autograd.Function):
@@ -57,8 +59,7 @@ def differentiate(
     if _calls_functions(trace):  # from whose results autograd does not get to what they are made of
         raise refuse(
             "a gradient is taken in a model that has an autograd.Function, or backward hooks of modules,",
-            "write the derivative out, or put all of it into an autograd.Function (whose forward may call "
-            "torch.autograd.grad under torch.enable_grad), or differentiate what the model returns",
+            INSTEAD_OF_GRADIENTS,
         )
     if any(map(trace.attributes.has_hooks, inputs)):  # which see, and change, this gradient, too
         raise refuse(
@@ -72,12 +73,12 @@ def differentiate(
     if isinstance(grad_outputs, Tensor):
         grad_outputs = (grad_outputs,)
     gradients = grad_outputs or [None] * len(outputs)
-    mode = next((m for x in outputs if (m := getattr(x, "fake_mode", None)) is not None), None)
-    if mode is None:  # what has nothing to do with the call
+    if not any(hasattr(x, "fake_mode") for x in outputs):  # what has nothing to do with the call
         return func(outputs, inputs, grad_outputs, retain_graph, create_graph, allow_unused=allow_unused)
     unused = materialize_grads or allow_unused
-    with trace.silent(), _torch.export.unwatched(), mode, torch.enable_grad():
-        computed = func(outputs, inputs, gradients, retain_graph=True, create_graph=True, allow_unused=unused)
+    compute = partial(func, outputs, inputs, gradients, retain_graph=True, create_graph=True, allow_unused=unused)
+    with torch.enable_grad():
+        computed = trace.run_silently(compute, outputs)
     trace.differentiates = line_of_frame(sys._getframe(1))
     seeds = [_one_of(x) if g is None else g for x, g in zip(outputs, gradients, strict=True)]
     places = [i for i, x in enumerate(computed) if x is not None]
@@ -102,4 +103,4 @@ def _calls_functions(trace: Trace) -> bool:
 
 def _follow(noted: Tensor, computed: Tensor) -> Tensor:
     with _torch.export.unwatched(), torch.enable_grad():  # in whatever mode it is taken
-        return super(_torch.autograd.SingleLevelFunction, _Follow).apply(noted, computed)
+        return cast(Tensor, _torch.autograd.apply_of(_Follow)(noted, computed))

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel import _torch
+from autoparallel._torch.autograd import apply_of
 from autoparallel._torch.tensors import storage_mark
 from autoparallel.capture.tracing.collectives import CURE as COLLECTIVES_CURE
 from autoparallel.capture.tracing.copied_checkpoints import GivenTensors, is_copied_checkpoint
@@ -51,22 +52,10 @@ class FunctionCall:
         tensors = [x.clone() for x in tensors] if self.writes else tensors
         values = {"tensor": tensors, "number": numbers}
         args, kwargs = fill_template(self.template, lambda slot: values[slot.kind][slot.index])
-        results = _run_silently(lambda: _apply(self.cls)(*args, **kwargs), tensors)
+        trace = CURRENT.value
+        assert trace is not None
+        results = trace.run_silently(lambda: apply_of(self.cls)(*args, **kwargs), tensors)
         return [fresh(results if self.single else results[i]) for i in self.tensors]
-
-
-def _apply(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """What torch does to apply a Function, past the name that we replace."""
-    return super(_torch.autograd.SingleLevelFunction, cls).apply  # type: ignore[misc]
-
-
-def _run_silently(function: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
-    """Runs Python on fake tensors without a trace of it; it may differentiate."""
-    trace = CURRENT.value
-    assert trace is not None
-    mode = next(m for t in tensors if (m := getattr(t, "fake_mode", None)) is not None)
-    with trace.silent(), _torch.export.unwatched(), mode, _torch.autograd.recording():
-        return function()
 
 
 class _Watcher(TorchDispatchMode):
@@ -118,7 +107,7 @@ def _apply_function(trace: Trace, cls: type[torch.autograd.Function], args: Any,
     top = {id(x) for x in (*args, *kwargs.values())}
     tensors = [x if id(x) in top else x.detach() for x in arguments.tensors]  # autograd looks no deeper
     if not any(hasattr(x, "fake_mode") for x in tensors):
-        return _apply(cls)(*args, **kwargs)
+        return apply_of(cls)(*args, **kwargs)
     copies = [x.detach().requires_grad_(x.requires_grad).clone() for x in tensors]
     values: dict[str, Sequence[Any]] = {"tensor": copies, "number": arguments.numbers}
     inner_args, inner_kwargs = fill_template(template, lambda slot: values[slot.kind][slot.index])
@@ -126,9 +115,9 @@ def _apply_function(trace: Trace, cls: type[torch.autograd.Function], args: Any,
 
     def look() -> Any:
         with watcher:
-            return _apply(cls)(*inner_args, **inner_kwargs)
+            return apply_of(cls)(*inner_args, **inner_kwargs)
 
-    results = _run_silently(look, copies)
+    results = trace.run_silently(look, copies)
     if watcher.foreign:
         raise refuse(
             f"the forward of the autograd.Function {name} reads a parameter or an activation that is not among its "
@@ -205,7 +194,7 @@ def _copied_checkpoint(trace: Trace, run: Callable[..., Any], length: int, *args
 def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     trace = listening()
     if trace is None or _torch.autograd.is_transforming():
-        return _apply(cls)(*args, **kwargs)
+        return apply_of(cls)(*args, **kwargs)
     if cls is torch.utils.checkpoint.CheckpointFunction:
         return _checkpoint(trace, *args)
     if is_copied_checkpoint(cls):
@@ -214,7 +203,7 @@ def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         with trace.silent(), _torch.export.unwatched():
             return torch.empty(0, requires_grad=True).view(0)  # where nothing is differentiated, there is no region
     if cls.__module__.startswith("torch._"):
-        return _apply(cls)(*args, **kwargs)
+        return apply_of(cls)(*args, **kwargs)
     return _apply_function(trace, cls, args, kwargs)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -202,11 +203,25 @@ def _batch_norm(
     if not _are_open(momentum) or not training or running_mean is running_var is None:
         momentum = 0.1 if _are_open(momentum) else momentum
         return func(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    newest = [None if x is None else x.clone() for x in (running_mean, running_var)]  # which autograd keeps
-    out = func(input, *newest, weight, bias, True, 1.0, eps)
-    for values, new in zip((running_mean, running_var), newest, strict=True):
+    run = partial(func, input, weight=weight, bias=bias, training=True, momentum=1.0, eps=eps)
+    return with_newest(run, running_mean, running_var, lambda values, new: momentum * new + (1 - momentum) * values)
+
+
+def with_newest(
+    run: Callable[..., Tensor], mean: Any, variance: Any, moved: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """What a batch norm gives, whose running statistics move by those of the batch alone.
+
+    Args:
+        run: the norm, given statistics that it sets to those of the batch, which autograd keeps.
+        mean, variance: the running ones; None for one that there is not.
+        moved: what a running statistic becomes, given it and that of the batch.
+    """
+    newest = [None if x is None else x.clone() for x in (mean, variance)]
+    out = run(running_mean=newest[0], running_var=newest[1])
+    for values, new in zip((mean, variance), newest, strict=True):
         if new is not None:
-            values.copy_(momentum * new + (1 - momentum) * values)
+            values.copy_(moved(values, new))
     return out
 
 

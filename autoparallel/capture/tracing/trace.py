@@ -282,6 +282,12 @@ class Trace:
         finally:
             self.listening = before
 
+    def run_silently(self, function: Callable[[], Any], tensors: Sequence[Any]) -> Any:
+        """Runs Python on fake tensors without a trace of it; it may differentiate."""
+        mode = next(m for x in tensors if (m := getattr(x, "fake_mode", None)) is not None)
+        with self.silent(), _torch.export.unwatched(), mode, _torch.autograd.recording():
+            return function()
+
 
 CURRENT: Current[Trace | None] = Current(None)
 

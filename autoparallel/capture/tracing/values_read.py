@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.capture.tracing.open_numbers import with_newest
 from autoparallel.capture.tracing.trace import Trace, listening, refuse
 from autoparallel.operators.ctc import ctc_losses
 
@@ -144,11 +146,9 @@ def _batch_norm(self: Any, x: Tensor) -> Tensor:
         return _BATCH_NORM(self, x)
     self._check_input_dim(x)
     self.num_batches_tracked.add_(1)
-    newest = mean, variance = self.running_mean.clone(), self.running_var.clone()  # which autograd keeps
-    out = F.batch_norm(x, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-    for values, new in zip((self.running_mean, self.running_var), newest, strict=True):
-        values.copy_(values + (new - values) / self.num_batches_tracked)
-    return out
+    run = partial(F.batch_norm, x, weight=self.weight, bias=self.bias, training=True, momentum=1.0, eps=self.eps)
+    count = self.num_batches_tracked
+    return with_newest(run, self.running_mean, self.running_var, lambda values, new: values + (new - values) / count)
 
 
 def _is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:

@@ -38,26 +38,26 @@ class Carried:
     Attributes:
         values: the attributes, by label, each with a value that it has had.
         draws: what calls are given to draw, by which some of them go on: scripts, by their names.
-        requiring: the places of the inputs that forward has require a gradient, by the form of a call.
     """
 
     def __init__(self, exchange: Exchange) -> None:
         self.values: dict[str, Any] = {}
         self.draws: dict[str, Script] = {}
-        self.requiring: dict[Hashable, set[int]] = {}
+        self._requiring: dict[Hashable, set[int]] = {}  # by the form of a call: places of inputs
         self._exchange, self._numbers = exchange, NumbersSet()
         self._changed_at: dict[str, str] = {}  # by label: the lines of the model that change it
         self._traced: dict[str, dict[float | str, str]] = {}  # by label: what had a trace of its own, and the line
 
-    @staticmethod
-    def form_of(nesting: Any, training: tuple[bool, ...], leaves: Iterable[Any]) -> Hashable:
-        """By what a model decides whether an input is to require a gradient: the modes of its modules, and how inputs
-        nest, their dims and flags."""
-        kinds = tuple([
-            x.ndim if isinstance(x, torch.Tensor) else x if isinstance(x, bool | str | None) else type(x)
-            for x in leaves
-        ])  # fmt: skip
-        return str(nesting), training, kinds
+    def add_requiring(self, call: Call, place: int) -> None:
+        """Notes that forward has an input of such calls require a gradient."""
+        form = _form_of(call.in_spec, call.training, call.arguments)
+        self._requiring.setdefault(form, set()).add(place)
+
+    def find_requiring(self, nesting: Any, training: tuple[bool, ...], leaves: Sequence[Any]) -> set[int]:
+        """The places of the inputs that forward is known to have require a gradient, which do not yet."""
+        places = self._requiring.get(_form_of(nesting, training, leaves), ()) if self._requiring else ()
+        tensors = {i: leaves[i] for i in places if isinstance(leaves[i], torch.Tensor)}
+        return {i for i, x in tensors.items() if x.is_floating_point() and not x.requires_grad}
 
     def draw_ahead(self) -> dict[str, tuple[float, ...]]:
         """The numbers that a call is given to draw: on every rank those that the first rank would draw."""
@@ -135,3 +135,13 @@ def fixes_numbers(captured: Captured, call: Call) -> bool:
     """Whether a model fixes the numbers of a call that were to be open."""
     numbers = [i for i, spec in enumerate(call.specs) if isinstance(spec, NumberSpec) and not spec.is_drawn]
     return bool(numbers) and numbers[0] not in captured.numbers
+
+
+def _form_of(nesting: Any, training: tuple[bool, ...], leaves: Iterable[Any]) -> Hashable:
+    """By what a model decides whether an input is to require a gradient: the modes of its modules, and how inputs nest,
+    their dims and flags."""
+    kinds = tuple([
+        x.ndim if isinstance(x, torch.Tensor) else x if isinstance(x, bool | str | None) else type(x)
+        for x in leaves
+    ])  # fmt: skip
+    return str(nesting), training, kinds

@@ -297,8 +297,7 @@ class Kinds:
                     self.carried.draws = add_script(self.carried.draws, error)
                     continue
                 except NeedsGradientError as error:
-                    form = self.carried.form_of(call.in_spec, call.training, call.arguments)
-                    self.carried.requiring.setdefault(form, set()).add(error.place)
+                    self.carried.add_requiring(call, error.place)
                     continue
                 except FailsUntraced as error:
                     if error.raised_by_model is None:

@@ -83,7 +83,7 @@ class CallReader:
         modules = _submodules(self.plain)
         listed = [p for m in modules for p in m._parameters.values() if p is not None]
         training = tuple([m.training for m in modules])
-        requiring = self._find_requiring(in_spec, training, leaves)
+        requiring = self.kinds.carried.find_requiring(in_spec, training, leaves)
         for i in requiring:
             leaves[i].requires_grad_()  # as forward does
         if is_whole:
@@ -108,7 +108,8 @@ class CallReader:
         specs, batch = describe_inputs(leaves[:count])
         if batch == 0 and any(isinstance(s, InputSpec) and s.shape[:1] == (0,) for s in specs):
             problem = "the batch is empty: its first tensor has 0 rows\nWhat to change: leave such batches out."
-        specs = [replace(s, is_to_require=True) if i in requiring else s for i, s in enumerate(specs)]
+        for i in requiring:
+            specs[i] = replace(specs[i], is_to_require=True)
         specs += more
         trainable = tuple([p.requires_grad for p in {id(p): p for p in listed}.values()])
         call = Call(
@@ -117,13 +118,6 @@ class CallReader:
             len(more), tuple(leaves),
         )  # fmt: skip
         return call, problem
-
-    def _find_requiring(self, in_spec: Any, training: tuple[bool, ...], leaves: list[Any]) -> set[int]:
-        """The places of the inputs that forward has require a gradient, which do not yet."""
-        carried = self.kinds.carried
-        places = carried.requiring.get(carried.form_of(in_spec, training, leaves), ()) if carried.requiring else ()
-        tensors = {i: leaves[i] for i in places if isinstance(leaves[i], torch.Tensor)}
-        return {i for i, x in tensors.items() if x.is_floating_point() and not x.requires_grad}
 
     def _read_attributes(self) -> tuple[dict[str, Any], str | None]:
         """The attributes that calls change, as they are now, on the mesh's device; and why this rank has none that can

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import grad
 
 from tests.capture.programs.inplace import Two
+from tests.capture.programs.ways import Doubled
 from tests.capture.registry import loop, program
 from tests.capture.runner import STEPS, Run, numbers, rows, sgd
 
@@ -340,16 +341,6 @@ def _two_inputs(step: int) -> tuple[Any, ...]:
 @program(batch=_two_inputs, ranks=True)
 def critic_with_penalty() -> nn.Module:
     return CriticWithPenalty()
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 2 * gradient
 
 
 @program()
