@@ -320,12 +320,6 @@ class _LearnedLoss(nn.Module):
         return ((x - y) ** 2 * self.weight).mean()
 
 
-def test_a_model_that_cannot_be_copied_is_refused() -> None:
-    model = nn.Linear(4, 4)
-    model.stream = (i for i in range(3))  # type: ignore[assignment]
-    assert "stream, a generator, cannot be copied" in refusal(model, torch.rand(8, 4))
-
-
 def test_capture_leaves_the_model_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -494,6 +488,22 @@ def test_a_warning_that_the_user_has_made_an_error_is_one() -> None:
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="the scale is a guess"):
             captured(_Warns(), torch.rand(8, 4))
+
+
+class _Shows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        print("rows", len(x))
+        logging.getLogger("of the user").warning("rows %d", len(x))
+        if not self.training:
+            print("in evaluation")
+        return x.exp()
+
+
+def test_what_forward_prints_and_logs_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    captured(_Shows(), torch.rand(8, 4))
+    texts = [record.getMessage() for record in caplog.records if record.name == "autoparallel"]
+    lines = [line_of(_Shows, 'print("rows"'), line_of(_Shows, "logging")]
+    assert [f"line {line}, in forward" in text for text, line in zip(texts, lines, strict=True)] == [True, True]
 
 
 def test_what_cannot_be_captured_is_said_once_and_not_in_torchs_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -479,6 +479,8 @@ class Attempt:
             captured.state.merge(state)
         if self._of_next is not None:
             captured.next_state = state_of_next(captured.state, self._of_next, written)
+        for line, what in reads.shown.items():
+            LOGGER.warning(LEFT_OUT, what, line)
         if failed is None:  # else all of the model was traced
             captured.drawn = self.rehearsals[0].draw_scripts
         if checks:

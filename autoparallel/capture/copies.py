@@ -17,8 +17,9 @@ from autoparallel.capture.caches import asks_for_cache, make_no_caches
 from autoparallel.capture.fake_inputs import FakeInputs
 from autoparallel.capture.python.closures import Closures
 from autoparallel.capture.python.recorder import Recorder
+from autoparallel.capture.python.shared_parts import SharedParts, refused_copy
 from autoparallel.capture.python.watched import WatchedVariables
-from autoparallel.capture.refusals.refusals import is_dense, require_dense, uncopied
+from autoparallel.capture.refusals.refusals import is_dense, require_dense
 from autoparallel.capture.training import Training
 from autoparallel.graph.beside import method_of, take_apart
 from autoparallel.graph.errors import CaptureError
@@ -81,6 +82,7 @@ class Copies:
         self.read: set[str] = set()
         self.returned_anyway: set[str] = set()
         self.fixed_numbers: set[str] = set()
+        self._shared = SharedParts()
         self.owners = _owners_of(model)
         registered = (*_torch.tensors.parameters_of(model), *model.buffers())
         self.fakes: dict[int, Any] = {id(t): self._fake(t) for t in registered}
@@ -115,18 +117,8 @@ class Copies:
     def make(self) -> Training:
         """A copy of the model with its loss, of which all that it reads and writes is recorded; a plain attribute that
         is a tensor is a buffer of the copy."""
-        model, loss_fn, table = self._model, self._loss_fn, {**self.fakes, id(TRACED): TRACED}
-        try:
-            self.closures = Closures(model, table)
-            with laid_out_by_nobody():
-                plain = copy.deepcopy(model, table)
-            self.closures.fill(plain)
-        except Exception as error:
-            raise CaptureError(
-                f"{uncopied(model, self.fakes)} cannot be copied for tracing ({type(error).__name__}: {error})\n"
-                "What to change: make it such that copy.deepcopy(model) works (a __getattr__ of its class must raise "
-                "AttributeError for what is not there)."
-            ) from error
+        model, loss_fn = self._model, self._loss_fn
+        plain, loss, table = self._copy_both()
         around = self._copy_surroundings(table)
         _tie_tables(table)
         for name in self._attributes:
@@ -135,10 +127,9 @@ class Copies:
             plain.train(self._training)
         if not self._cached:
             make_no_caches(plain)
-        loss = copy.deepcopy(loss_fn, table) if isinstance(loss_fn, nn.Module) else loss_fn
         pair = (loss_fn, loss) if isinstance(loss_fn, nn.Module) and isinstance(loss, nn.Module) else None
         recorder = Recorder(
-            model, plain, table, self._trained, pair, self._constants, around, self.journals, self.read
+            model, plain, table, self._trained, pair, self._constants, around, self._shared, self.journals, self.read
         )  # fmt: skip
         self.recorders.append(recorder)
         inputs = self._inputs
@@ -162,6 +153,23 @@ class Copies:
         wrapper.findings.existing = {*map(id, table.values()), *inputs.ids}
         wrapper.findings.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
         return wrapper
+
+    def _copy_both(self) -> tuple[nn.Module, Callable[..., Any] | None, dict[int, Any]]:
+        """Copies of the model and of its loss, and what stands in them for what, by ids; what cannot be copied stands
+        for itself."""
+        model, loss_fn = self._model, self._loss_fn
+        while True:
+            table = {**self.fakes, **self._shared.by_id, id(TRACED): TRACED}
+            try:
+                self.closures = Closures(model, table)
+                with laid_out_by_nobody():
+                    plain = copy.deepcopy(model, table)
+                self.closures.fill(plain)
+                return plain, copy.deepcopy(loss_fn, table) if isinstance(loss_fn, nn.Module) else loss_fn, table
+            except Exception as error:
+                roots = {"": model} | ({LOSS: loss_fn} if isinstance(loss_fn, nn.Module) else {})
+                if not self._shared.find(roots, self.fakes):
+                    raise refused_copy("", type(model), error) from error
 
     def _copy_surroundings(self, table: dict[int, Any]) -> WatchedVariables:
         """What a copy has in the place of what the variables around the model hold."""

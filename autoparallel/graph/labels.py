@@ -28,6 +28,11 @@ def has_place(key: Any) -> bool:
     return is_key(key) and not {".", "[", "]"} & {*repr(key)}
 
 
+def label_in(path: str, name: str) -> str:
+    """The label of what has a name in something, such as an attribute of a module; the model itself has no path."""
+    return f"{path}.{name}" if path and name else path or name
+
+
 def label_of_entry(label: str, key: Any) -> str:
     """The label of an entry of a container."""
     return f"{label}[{key!r}]"

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoparallel import _torch
-from autoparallel.graph.labels import has_place, is_entry, label_of_entry, split_entry, step_from, steps_of
+from autoparallel.graph.labels import has_place, is_entry, label_in, label_of_entry, split_entry, step_from, steps_of
 from autoparallel.graph.python_state import MISSING, is_data, is_plain
 from autoparallel.graph.surroundings import SCRIPT, surroundings_of
 
@@ -118,7 +118,7 @@ def _held_beside(model: nn.Module, members: set[int]) -> Iterator[tuple[str, tor
         tables = {id(attributes.get(name)) for name in ("_parameters", "_buffers", "_modules")}
         for name, value in attributes.items():
             if id(value) not in tables and not (is_plain(value) or isinstance(value, list | dict) and not value):
-                yield from _held_in(value, f"{path}.{name}" if path else name, members, set())
+                yield from _held_in(value, label_in(path, name), members, set())
 
 
 def stand_in(tensor: torch.Tensor, memo: dict[int, Any], device: str) -> torch.Tensor:

@@ -63,6 +63,10 @@ LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "sympy", "tri
 """Top-level packages whose own state is no model's."""
 
 
+class Attributes(dict[str, Any]):
+    """What a module or a class has, by name."""
+
+
 class Same:
     """An object that is compared by identity, and kept alive so that another cannot take its place."""
 
@@ -286,14 +290,20 @@ class PythonState:
         places = {place for reads in self.inputs for place in reads.places}
         return tuple([leaf if place in places else None for place, leaf in enumerate(leaves)])
 
-    def describe(self, label: str) -> tuple[str, str]:
-        """What a value was, and what it is now."""
+    def describe(self, label: str) -> tuple[str, str, str]:
+        """The label of a value that has changed, or of the first entry in it that has; what it was, and what it is."""
         if label in self.attributes:
             table, name, value = self.attributes[label]
             before, now = shown(value), shown(table.get(name, MISSING))
         else:
-            before, now = self.guards[label].shown, shown(self.guards[label].read())
-        return before, now if now != before else f"another {now.removeprefix('a ')}"
+            guard = self.guards[label]
+            value, before = guard.read(), guard.shown
+            now = shown(value)
+            frozen = guard.value
+            while entry := next(_entries_changed(frozen, value, label, guard.deep), None):
+                label, frozen, value = entry
+                before, now = _shown_frozen(frozen, value), shown(value)
+        return label, before, now if now != before else f"another {now.removeprefix('a ')}"
 
     def numbers_of(self, label: str) -> dict[str, tuple[Any, Any]]:
         """The numbers that a value is, or that lists and dicts hold, and that have changed: what they were and what
@@ -353,17 +363,31 @@ def _numbers_changed(before: Hashable, now: Any, label: str) -> dict[str, tuple[
         return {}
     if type(now) in (int, float):
         return {label: (type(now)(before[1]), now)}
+    changes: dict[str, tuple[Any, Any]] = {}
+    for place, inner, x in () if isinstance(now, Attributes) else _entries_changed(before, now, label):
+        changes |= _numbers_changed(inner, x, place)
+    return changes
+
+
+def _entries_changed(before: Hashable, now: Any, label: str, deep: bool = False) -> Iterator[tuple[str, Hashable, Any]]:
+    """The entries of a list, a dict or a tuple that have changed: their labels, what they were, and what they are.
+
+    Args:
+        before: what the value was, frozen.
+        deep: as for ``freeze``.
+    """
     values: Mapping[Hashable, Hashable] = {}
     entries: list[tuple[Any, Any]] = []
+    if not isinstance(before, tuple) or before[0] is not type(now):
+        return
     if isinstance(now, dict):
         values, entries = dict(before[1]), list(now.items())
     elif isinstance(now, list | tuple) and len(before[1]) == len(now):
         values, entries = {freeze(i): value for i, value in enumerate(before[1])}, list(enumerate(now))
-    changes: dict[str, tuple[Any, Any]] = {}
     for key, x in entries:
-        if is_key(key):
-            changes |= _numbers_changed(values.get(freeze(key)), x, label_of_entry(label, key))
-    return changes
+        old = values.get(freeze(key))
+        if is_key(key) and freeze(x, deep) != old:
+            yield f"{label}.{key}" if isinstance(now, Attributes) else label_of_entry(label, key), old, x
 
 
 def shown(value: Any) -> str:
@@ -374,6 +398,13 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__} of {kind_of(value).__len__(value)}"  # a user's class may have none
     text = repr(value) if is_plain(value) else getattr(value, "__name__", None) or f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _shown_frozen(value: Hashable, now: Any) -> str:
+    """What a value was that is frozen; where that cannot be told, what such a value is now."""
+    if not isinstance(value, tuple) or value[0] not in _SIMPLE:
+        return shown(now)
+    return str(value[1]) if value[0] is float else repr(value[1])
 
 
 def _installed_as(filename: str) -> str | None:

@@ -6,6 +6,7 @@
   ``observed_classes`` tell it, and ``containers`` are what it compares: ``held_containers`` are those of the copy,
   ``journals`` stand for those to which a call only adds, ``given_entries`` are of those that it reads and changes;
   ``places`` tell where they are.
+- ``shared_parts``: what cannot be copied.
 - ``closures``: functions and weak references that a model holds, and that reach into it; ``modules_apart`` are those of
   torch that functions reach beside it.
 - ``globals_read``: finds the globals and closures that functions read, and draws of Python's and numpy's generators;

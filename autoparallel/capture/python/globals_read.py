@@ -6,6 +6,7 @@ loads is snapshotted before its first line runs, and compared when the run has e
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sys
@@ -28,7 +29,6 @@ from autoparallel.capture.python.containers import is_container, may_change, obj
 from autoparallel.capture.python.kinds_of_numbers import is_stand_in
 from autoparallel.capture.python.loads import Loads, loads_of
 from autoparallel.capture.python.modules_apart import (
-    AttributesOfModule,
     attributes_of,
     is_of_tracing,
     modules_apart,
@@ -39,6 +39,7 @@ from autoparallel.capture.python.observed_classes import is_observed
 from autoparallel.capture.python.profilers import Suspended, Watcher, resume
 from autoparallel.capture.python.roots import Finder, Root, attribute_of, find_nothing, holds_settings
 from autoparallel.capture.python.running_functions import cells_of_frame, functions_before
+from autoparallel.capture.python.shared_parts import is_unusable, refused_use
 from autoparallel.graph.errors import CaptureError, refusal, refused_draw
 from autoparallel.graph.garbage import collected_rarely, count_as_old
 from autoparallel.graph.generators import GENERATORS
@@ -47,6 +48,7 @@ from autoparallel.graph.python_state import (
     LIBRARIES,
     MISSING,
     OPAQUE,
+    Attributes,
     PythonState,
     freeze,
     is_data,
@@ -61,6 +63,7 @@ from autoparallel.graph.variables import Attribute, Cell, Default, Global, Varia
 
 _CACHE = type(cache(len))
 _CALL, _INIT = torch.nn.Module._call_impl.__code__, torch.nn.Module.__init__.__code__
+_LOG = logging.Logger._log.__code__
 _COLLECTIONS = (list, tuple, set, frozenset)
 
 
@@ -93,6 +96,7 @@ class GlobalsRead(Watcher):
 
     Attributes:
         checks: how often beartype has drawn.
+        shown: what functions of the user's print and log, by the line.
         names: of the variables read that are looked after (see ``graph.surroundings``): a copy has other values there.
     """
 
@@ -112,6 +116,7 @@ class GlobalsRead(Watcher):
         self._new_modules: set[int] = set()
         self._problem = ""
         self.checks = 0
+        self.shown: dict[str, str] = {}
 
     def __enter__(self) -> GlobalsRead:
         self._python, self._numpy = random.getstate(), np.random.get_state()
@@ -203,8 +208,12 @@ class GlobalsRead(Watcher):
         if event != "call":
             if event in ("c_call", "c_return") and issubclass(type(getattr(function, "__self__", None)), random.Random):
                 self._pass_over(frame, event)
+            elif event == "c_call" and function is print:
+                self._note_shown(frame, "print()")
             return
         code = frame.f_code
+        if code is _LOG:
+            self._note_shown(frame.f_back, "logging")
         if code is _CALL:
             module = frame.f_locals["self"]
             self._note_module(module, type(module).__name__, frame)
@@ -235,6 +244,13 @@ class GlobalsRead(Watcher):
                 _, find = self._owners.get(id(owner), (None, find_nothing))
                 for chain in loads.first:
                     self._add_chain(label, owner, chain, frame, find)
+
+    def _note_shown(self, frame: types.FrameType | None, what: str) -> None:
+        """Notes that something is shown to the user, unless an installed package does so."""
+        while frame is not None and frame.f_code.co_filename == _LOG.co_filename:
+            frame = frame.f_back
+        if frame is not None and not is_installed(frame.f_code.co_filename):
+            self.shown[line_of_frame(frame)] = f"{what}, which shows what there is when the model is traced"
 
     def _pass_over(self, frame: types.FrameType, event: str) -> None:
         """Takes a draw as none that beartype makes, which checks the type of one item of a container."""
@@ -408,6 +424,7 @@ class GlobalsRead(Watcher):
             if value.__module__.partition(".")[0] in LIBRARIES:
                 return
         elif not isinstance(value, types.FunctionType | threading.local) and not is_data(value):
+            self._require_usable(label, value, frame)
             if is_plain(attribute_of(value, name)) and not isinstance(value, (torch.Tensor, OPAQUE)):
                 self._add((id(value), name), f"{label}.{name}", partial(attribute_of, value, name), _leave, frame)
             return
@@ -475,6 +492,7 @@ class GlobalsRead(Watcher):
         # Of an installed package only numbers and the like are watched: its registries are no model's state.
         if isinstance(value, types.ModuleType) or not is_plain(value) and is_installed(frame.f_code.co_filename):
             return
+        self._require_usable(label, value, frame)
         if isinstance(value, Iterator):
             self._refuse(
                 f"the model reads {label}, a {type(value).__name__} that has another value at every call, in "
@@ -482,6 +500,11 @@ class GlobalsRead(Watcher):
             )
             return
         self._roots[key] = Root(key, label, read, write, variable, find, line_of_frame(frame))
+
+    def _require_usable(self, label: str, value: Any, frame: types.FrameType) -> None:
+        """Refuses to use what no copy can be made of."""
+        if is_unusable(value) and not is_installed(frame.f_code.co_filename):
+            self._refuse(str(refused_use(label, value, line_of_frame(frame))))
 
 
 def _is_of_trace(value: Any) -> bool:
@@ -496,7 +519,7 @@ def _alone(variable: Variable) -> list[Variable]:
 def _explain_change(root: Root) -> Callable[[str], CaptureError]:
     if isinstance(root.value, GENERATORS):
         return partial(refused_draw, root.label)
-    if isinstance(root.value, AttributesOfModule):
+    if isinstance(root.value, Attributes):
         return partial(refused_change, root.label)
     before = shown(root.value)
     return lambda line: refusal(

@@ -6,19 +6,15 @@ They are not copied: what they have is part of the kind of call, and a call that
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from torch import nn
 
 from autoparallel.capture.python.watched import INTERNAL, TABLES
 from autoparallel.graph.errors import CaptureError, refusal
+from autoparallel.graph.python_state import Attributes
 
 _TABLES = (*TABLES, "_forward_hooks", "_forward_pre_hooks")
 _OF_TORCH = INTERNAL - {"training"}
-
-
-class AttributesOfModule(dict[str, Any]):
-    """What a module has, by name."""
 
 
 def modules_apart(value: nn.Module, members: Collection[int]) -> dict[str, nn.Module]:
@@ -33,15 +29,15 @@ def is_of_tracing(module: nn.Module) -> bool:
     return place.startswith("autoparallel.") or place.startswith("torch.") and not place.startswith("torch.nn.")
 
 
-def attributes_of(module: nn.Module) -> AttributesOfModule:
+def attributes_of(module: nn.Module) -> Attributes:
     """What a module has; of its tables those that are not empty."""
     table = vars(module)
-    attributes = AttributesOfModule({name: x for name, x in table.items() if name not in _OF_TORCH})
+    attributes = Attributes({name: x for name, x in table.items() if name not in _OF_TORCH})
     attributes.update({name: table[name] for name in _TABLES if table[name]})
     return attributes
 
 
-def set_attributes(module: nn.Module, attributes: AttributesOfModule) -> None:
+def set_attributes(module: nn.Module, attributes: Attributes) -> None:
     """Puts back what a module had."""
     table = vars(module)
     for name in attributes_of(module).keys() - attributes.keys():

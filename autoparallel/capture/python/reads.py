@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -14,7 +14,17 @@ from torch import fx, nn
 from autoparallel.capture.python.places import Place, masked
 from autoparallel.capture.python.watched import Watched
 from autoparallel.graph.labels import label_of_entry
-from autoparallel.graph.python_state import MISSING, PythonState, is_data, is_users, is_users_code, slots_of
+from autoparallel.graph.python_state import (
+    LIBRARIES,
+    MISSING,
+    Attributes,
+    PythonState,
+    is_data,
+    is_installed,
+    is_users,
+    is_users_code,
+    slots_of,
+)
 
 
 def note_read(
@@ -49,7 +59,7 @@ def note_read(
         state.watch(label, _entries_reader(watched, name), (id(table), name))
     elif name in slots_of(owner):
         state.watch(label, partial(getattr, owner, name, MISSING), (id(table), name))
-    elif is_settings_class(table.get(name)):
+    elif is_settings(table.get(name)):
         state.watch(label, _settings_reader(partial(table.get, name)), (id(table), name), deep=True)
     elif name in table or not hasattr(type(owner), name):
         state.add(label, table, name)
@@ -84,28 +94,32 @@ def note_read_of_class(state: PythonState, cls: type, name: str) -> None:
     user's own, also for a copy: nobody is told what is read of it."""
     cls = next((c for c in cls.__mro__ if name in vars(c)), cls)
     label, value = f"{cls.__module__}.{cls.__qualname__}.{name}", vars(cls).get(name)
-    if is_settings_class(value):
+    if is_settings(value):
         state.watch(label, _settings_reader(partial(vars(cls).get, name)), (id(cls), name), deep=True)
     else:
         state.add(label, vars(cls), name, deep=is_data(value), owner=cls)
 
 
-def is_settings_class(value: Any) -> bool:
-    """Whether a value is a class of the user's own, whose attributes may be what a model reads (``self.config =
-    Config``)."""
+def is_settings(value: Any) -> bool:
+    """Whether a value is a class or a module of the user's own, whose attributes may be what a model reads
+    (``self.config = Config``)."""
+    if isinstance(value, ModuleType):
+        return value.__name__.partition(".")[0] not in LIBRARIES and not is_installed(str(vars(value).get("__file__")))
     return isinstance(value, type) and is_users_code(value) and not issubclass(value, Enum | nn.Module | torch.Tensor)
 
 
 def _settings_reader(read: Callable[[], Any]) -> Callable[[], Any]:
-    """Reads a class with its attributes, and those of classes in it."""
+    """Reads a class or a module with its attributes, and those of classes and modules in it."""
 
-    def settings_of(value: Any, outer: tuple[type, ...] = ()) -> Any:
-        if not isinstance(value, type) or value in outer or not is_settings_class(value):
+    def settings_of(value: Any, outer: tuple[Any, ...] = ()) -> Any:
+        if not is_settings(value) or value in outer:
             return value
-        tables = [vars(c) for c in value.__mro__ if is_users(c)]
+        classes = value.__mro__ if isinstance(value, type) else ()
+        tables = [vars(c) for c in classes if is_users(c)] or [vars(value)]
         held = {name: x for table in reversed(tables) for name, x in table.items() if not name.startswith("__")}
         outer = (*outer, value)
-        return value, {name: settings_of(x, outer) for name, x in held.items() if not hasattr(x, "__get__")}
+        attributes = {name: settings_of(x, outer) for name, x in held.items() if not hasattr(x, "__get__")}
+        return Attributes({"__class__": value} | attributes)
 
     return lambda: settings_of(read())
 

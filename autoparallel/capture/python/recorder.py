@@ -43,6 +43,7 @@ from autoparallel.capture.python.held_containers import HeldContainers
 from autoparallel.capture.python.journals import Journal
 from autoparallel.capture.python.observed_classes import observe, release, written_to
 from autoparallel.capture.python.reads import note_names, note_read, note_shared
+from autoparallel.capture.python.shared_parts import SharedParts, refused_use
 from autoparallel.capture.python.watched import (
     INTERNAL,
     TABLES,
@@ -55,7 +56,7 @@ from autoparallel.graph.carried_attributes import ChangesAttributesError, may_be
 from autoparallel.graph.changed_arguments import ENTRIES
 from autoparallel.graph.errors import CaptureError, refusal, refused_draw
 from autoparallel.graph.generators import GENERATORS
-from autoparallel.graph.labels import is_entry, label_of_entry, split_entry
+from autoparallel.graph.labels import is_entry, label_in, label_of_entry, split_entry
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.plain_tensors import LOSS, holder_of
 from autoparallel.graph.python_state import (
@@ -78,6 +79,7 @@ class Recorder:
         loss: the user's loss function and its copy, where it is a module.
         constants: the copy's tensors that are no attributes of modules, by where they are.
         around: what variables around the model hold while the copy runs.
+        shared: what cannot be copied, and is in both.
         journals: the labels of lists and dicts to which a call only adds (see ``journals``).
         read: the labels of those that it reads and changes (see ``given_entries``).
 
@@ -98,6 +100,7 @@ class Recorder:
         loss: tuple[nn.Module, nn.Module] | None,
         constants: Mapping[str, torch.Tensor],
         around: WatchedVariables,
+        shared: SharedParts,
         journals: Collection[str] = (),
         read: Collection[str] = (),
     ) -> None:
@@ -114,13 +117,13 @@ class Recorder:
         self.classes = ClassState()
         self._changes: dict[str, tuple[Any, str, CaptureError]] = {}
         originals: list[Any] = memo.get(id(memo), [])
-        self._around = around
+        self._around, self._shared = around, shared
         self._watched: dict[int, Watched] = {id(vars(around.copy)): around}
         self._recording = False
         for prefix, (theirs, ours) in {"": (model, copied), **({LOSS: loss} if loss else {})}.items():
             for path, module in ours.named_modules(remove_duplicate=False):
                 if id(vars(module)) not in self._watched:
-                    self._watch(".".join(filter(None, (prefix, path))), theirs.get_submodule(path), module)
+                    self._watch(label_in(prefix, path), theirs.get_submodule(path), module)
         modules = [*model.modules(), *(loss[0].modules() if loss else ())]
         twins = {id(memo[id(x)]): x for x in originals if is_data(x) and memo.get(id(x), x) is not x}
         held = [(w.label(n), x) for w in self._watched.values() for n, x in vars(w.copy).items()]
@@ -144,6 +147,8 @@ class Recorder:
             observe(copied, self)
         except TypeError:  # all that it has counts as read
             watched.reads.update(n for n in vars(original) if n not in INTERNAL)
+            for name in filter(lambda n: self._shared.is_unusable(vars(original)[n]), watched.reads):
+                self._refusal = refused_use(watched.label(name), vars(original)[name], "an unknown line")
             watched.all_read = not isinstance(original, nn.Module)
         self._watched[id(vars(copied))] = watched
 
@@ -236,6 +241,8 @@ class Recorder:
             )
         elif isinstance(value, BuiltinMethodType):  # of a list, such as its append()
             self._past[label] = value.__self__, line_of_frame(sys._getframe(3))
+        elif self._shared.is_unusable(value):
+            self._refusal = refused_use(label, value, line_of_frame(sys._getframe(3)))
         elif isinstance(value, Iterator):
             self._refusal = refusal(
                 f"{label}, a {type(value).__name__}, has another value at every call; it is read",

@@ -13,6 +13,7 @@ from torch.distributions.utils import lazy_property
 
 from autoparallel.capture.python.containers import leaves_of
 from autoparallel.graph.arrays import Array
+from autoparallel.graph.labels import label_in
 from autoparallel.graph.python_state import MISSING, is_plain
 
 INTERNAL = frozenset((*vars(nn.Module()), *dir(nn.Module), "_is_hf_initialized")) - {"forward"}
@@ -111,7 +112,7 @@ class Watched:
         return isinstance(of_class, cached_property | lazy_property)
 
     def label(self, name: str) -> str:
-        return f"{self.path}.{name}" if self.path else name
+        return label_in(self.path, name)
 
 
 @dataclass

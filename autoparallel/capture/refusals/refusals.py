@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -247,23 +246,6 @@ _PRODUCTS = (
     _ATEN.linear.default, _ATEN.mm.default, _ATEN.bmm.default, _ATEN.addmm.default, _ATEN.baddbmm.default,
     _ATEN.convolution.default,
 )  # fmt: skip
-
-
-def uncopied(model: nn.Module, memo: Mapping[int, Any]) -> str:
-    """What of a model cannot be copied: the first attribute of a module that cannot be alone, else the model.
-
-    Args:
-        memo: of ``copy.deepcopy``.
-    """
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name.startswith("_"):
-                continue
-            try:
-                copy.deepcopy(value, dict(memo))
-            except Exception:  # noqa: BLE001 - whatever the user's class raises
-                return f"{'.'.join(filter(None, (path, name)))}, a {type(value).__name__},"
-    return type(model).__name__
 
 
 INSTEAD_OF_WAYS = (

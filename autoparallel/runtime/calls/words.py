@@ -35,7 +35,7 @@ def describe_call(call: Call, states: Sequence[PythonState], synchronise: bool) 
     inputs = [_describe_input(path, *x) for (path, _), *x in zip(places, call.specs, call.layouts, strict=True)]
     others = {label: state for state in states if (label := state.changed(call.values)) is not None}
     inputs += [
-        f"{label} (other values)" if label.startswith(OF_INPUTS) else f"{label} as {state.describe(label)[1]}"
+        f"{label} (other values)" if label.startswith(OF_INPUTS) else "{0} as {2}".format(*state.describe(label))
         for label, state in others.items()
     ]
     return f"{', '.join(modes)}, inputs {', '.join(inputs)}"
@@ -71,10 +71,9 @@ def log_change(changes: Sequence[tuple[str, PythonState]], seconds: float) -> No
                 "call, and pass it in as a tensor", label, MANY_VALUES + 1,
             )  # fmt: skip
         return
-    before, now = state.describe(label)
     LOGGER.warning(
-        "%s has changed from %s to %s: the model was captured and planned once more, in %.1f s", label, before, now,
-        seconds,
+        "%s has changed from %s to %s: the model was captured and planned once more, in %.1f s",
+        *state.describe(label), seconds,
     )  # fmt: skip
     if is_many:
         LOGGER.warning(

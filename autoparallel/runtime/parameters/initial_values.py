@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autoparallel import _torch
+from autoparallel.graph.labels import label_in
 
 
 @dataclass
@@ -154,7 +155,7 @@ def _inner_first(module: nn.Module) -> list[str]:
         if module not in visited:
             visited.add(module)
             for name, child in module.named_children():
-                yield from visit(child, f"{path}.{name}" if path else name)
+                yield from visit(child, label_in(path, name))
             yield path
 
     return list(visit(module, ""))

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.capture.caches import asks_for_cache, without_caches
 from autoparallel.capture.python.watched import is_bookkeeping
+from autoparallel.graph.labels import label_in
 from autoparallel.graph.nesting import cast_floats, flatten_by_names
 from autoparallel.operators import RandomState, plain_randomness
 from autoparallel.runtime.module import ParallelModule
@@ -259,7 +260,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 continue
             for i, leaf in enumerate(pytree.tree_leaves(value)):
                 if isinstance(leaf, Tensor | bool | int | float) and not isinstance(leaf, nn.Parameter):
-                    at = f"{path}.{name}" if path else name
+                    at = label_in(path, name)
                     with contextlib.suppress(RuntimeError, OverflowError):  # no fake tensor, no huge integer
                         yield at if leaf is value else f"{at}[{i}]", _whole(torch.as_tensor(leaf))
 
