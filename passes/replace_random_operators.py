@@ -20,6 +20,7 @@ from typing import cast
 import torch
 from torch import fx
 
+from autoparallel._torch import transforms
 from autoparallel.graph.errors import refusal
 from autoparallel.graph.lines import line_of
 from autoparallel.operators.composite_random import COMPOSITES
@@ -61,6 +62,7 @@ def replace_random_operators(module: fx.GraphModule) -> Draws:
 class _Numbering:
     def __init__(self) -> None:
         self.count = 0
+        self._modes: list[str] = []  # of the vmaps around a call: whether each part has numbers of its own
 
     def take(self) -> int:
         self.count += 1
@@ -71,9 +73,14 @@ class _Numbering:
         for node in list(module.graph.nodes):
             if node.op != "call_function" or node._erased:
                 continue
-            if isinstance(node.target, torch._ops.HigherOrderOperator):
+            if node.target is transforms.ENTER_VMAP:
+                self._modes.append(str(node.args[1]))
+            elif node.target is transforms.LEAVE_VMAP:
+                self._modes.pop()
+            elif isinstance(node.target, torch._ops.HigherOrderOperator):
                 self._enter(module, node)
             elif is_random(node):
+                self._require_same(node)
                 self._replace(node)
             elif node.target in _DROPOUTS:  # decomposing would copy what it returns, which is its operand
                 node.replace_all_uses_with(cast(fx.Node, node.args[0]))
@@ -93,6 +100,17 @@ class _Numbering:
                     line_of(call),
                     "draw the numbers before, and pass them in",
                 )
+
+    def _require_same(self, node: fx.Node) -> None:
+        """Refuses draws of which the parts that ``vmap`` maps would have their own, or be filled in place."""
+        values = [x.meta.get("val") for x in (node, *node.all_input_nodes)]
+        are_parts = any(isinstance(x, torch.Tensor) and transforms.is_transformed(x) for x in values)
+        if "different" in self._modes or self._modes and are_parts:
+            raise refusal(
+                f"{operator_name(node.target)} draws random numbers inside of torch.vmap",
+                line_of(node),
+                "draw them for all parts before (torch.rand(len(x), ...)), and pass them in with in_dims=0",
+            )
 
     def _replace(self, node: fx.Node) -> None:
         target, values = node.target, arguments(node)

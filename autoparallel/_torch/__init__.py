@@ -12,6 +12,7 @@ torch 2.11 to 2.13.  May import nothing of the package.
 - ``dynamo``: Dynamo and Inductor, which are imported at the first call.
 - ``quantisation``: fake quantisation of tensors without data.
 - ``optim``: the steps of torch's optimizers.
+- ``transforms``: those of ``torch.func``.
 """
 
 import torch
@@ -28,6 +29,7 @@ from autoparallel._torch import (
     optim,
     quantisation,
     tensors,
+    transforms,
 )
 
 # In a build for CUDA, fake tensors pretend that there are eight GPUs; autograd starts a thread for each that it sees at
@@ -38,5 +40,5 @@ if torch.backends.cuda.is_built() and not torch.cuda.device_count():
 
 __all__ = [
     "autograd", "casts", "distributed", "dtensor", "dynamo", "export", "nn", "numbers", "optim", "quantisation",
-    "tensors",
+    "tensors", "transforms",
 ]  # fmt: skip

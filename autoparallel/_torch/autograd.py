@@ -74,19 +74,9 @@ def recording() -> AbstractContextManager[Any]:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
-def is_transforming() -> bool:
-    """Whether a transform of ``torch.func`` is running."""
-    return torch._C._functorch.maybe_current_level() is not None
-
-
 def is_dual_level() -> bool:
     """Whether forward-mode differentiation is entered."""
     return forward_ad._current_level >= 0
-
-
-def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is what a transform of ``torch.func`` shows its function."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def after_backward(callback: Callable[[], Any]) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from autoparallel._torch.transforms import below_transforms
+
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype})
 
 
@@ -145,13 +147,6 @@ def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     one, other = below_transforms(one), below_transforms(other)
     both = torch._C._has_storage(one) and torch._C._has_storage(other)
     return both and storage_mark(one) == storage_mark(other)
-
-
-def below_transforms(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, with all dims, of which transforms of ``torch.func`` show their function a part."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def count_references(tensor: torch.Tensor) -> int:

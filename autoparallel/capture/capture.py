@@ -84,7 +84,7 @@ def _capture(
             fixes_whole=fixes_whole, looks_after=rounds < _MOST_ROUNDS,
         )  # fmt: skip
         try:
-            with _torch.export.without_reports():
+            with _torch.export.without_reports(), _torch.transforms.left_at_the_end():
                 captured = attempt.capture()
         except ReadAgainError:  # whatever is open
             raise

@@ -1,7 +1,8 @@
 """What decides about gradients and values beside operators, made visible to a trace.
 
 - ``trace``: what one trace notes; ``tracing`` has torch's functions note it.
-- ``derivatives``: gradients that a model takes; ``functions``: ``autograd.Function``;
+- ``derivatives``: gradients that a model takes; ``transforms``: those by ``torch.func``;
+  ``functions``: ``autograd.Function``;
   ``copied_checkpoints``: those that run modules again; ``backward_hooks``: those of tensors and modules.
 - ``attention_kernels``: those that a model lets attention run on.
 - ``open_places``: parts of tensors at places that values tell; ``overlaps``: those that are written to each other.

@@ -9,7 +9,7 @@ What it makes of them is what the results follow from for whoever differentiates
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -50,10 +50,10 @@ def differentiate(
     materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Stands for ``torch.autograd.grad`` (see [Note: derivatives inside])."""
-    if _torch.autograd.is_transforming():
+    if _torch.transforms.is_transforming():
         raise refuse(
-            "torch.func differentiates inside of the model",
-            "call torch.autograd.grad(..., create_graph=True), which becomes a part of the program, or write the "
+            "a gradient is taken inside of torch.func.jvp, jacfwd or vmap",
+            "use torch.func.grad, vjp or jacrev, which become parts of the program, also inside of vmap, or write the "
             "derivative out",
         )
     if _calls_functions(trace):  # from whose results autograd does not get to what they are made of
@@ -68,11 +68,12 @@ def differentiate(
             "differentiate with respect to a copy (w = w.clone()), of which everything behind it is computed; or leave "
             "out the hook (register_post_accumulate_grad_hook registers one that does not see it)",
         )
-    if is_grads_batched:
-        raise refuse("gradients are taken for a batch of vectors (is_grads_batched)", "take one after the other")
     if isinstance(grad_outputs, Tensor):
         grad_outputs = (grad_outputs,)
     gradients = grad_outputs or [None] * len(outputs)
+    if is_grads_batched:
+        again = partial(differentiate, trace, func, create_graph=create_graph, materialize_grads=True)
+        return _differentiate_rows(again, outputs, inputs, cast(Sequence[Tensor], gradients))
     if not any(hasattr(x, "fake_mode") for x in outputs):  # what has nothing to do with the call
         return func(outputs, inputs, grad_outputs, retain_graph, create_graph, allow_unused=allow_unused)
     unused = materialize_grads or allow_unused
@@ -88,6 +89,27 @@ def differentiate(
     for i, x in zip(places, noted, strict=True):
         results[i] = _follow(x, computed[i]) if follows and computed[i].requires_grad else x.detach() if follows else x
     return tuple(results)
+
+
+def _differentiate_rows(
+    differentiate: Callable[..., Sequence[Tensor | None]],
+    outputs: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...],
+    gradients: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """Differentiates once for each place in the first dim of the gradients, which the results have, too."""
+    count = len(gradients[0])
+    if count > _MOST_ROWS:
+        raise refuse(
+            f"derivatives are taken in {count} directions",
+            f"take no more than {_MOST_ROWS}: products with vectors (torch.func.vjp), or those of fewer outputs",
+        )
+    rows = [differentiate(outputs, inputs, [g[i] for g in gradients]) for i in range(count)]
+    return tuple([torch.stack(cast(Any, parts)) for parts in zip(*rows, strict=True)])
+
+
+_MOST_ROWS = 256
+"""Each is a derivative of its own in the program."""
 
 
 def _one_of(output: Tensor) -> Tensor:

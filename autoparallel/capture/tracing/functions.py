@@ -193,7 +193,7 @@ def _copied_checkpoint(trace: Trace, run: Callable[..., Any], length: int, *args
 
 def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     trace = listening()
-    if trace is None or _torch.autograd.is_transforming():
+    if trace is None or _torch.transforms.is_transforming():
         return apply_of(cls)(*args, **kwargs)
     if cls is torch.utils.checkpoint.CheckpointFunction:
         return _checkpoint(trace, *args)

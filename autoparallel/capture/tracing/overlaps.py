@@ -19,7 +19,7 @@ def overlaps(written: Tensor, read: Tensor) -> bool:
     """Whether two tensors share some of their elements, but are not one and the same part."""
     if not _torch.tensors.share_storage(written, read):
         return False
-    written, read = map(_torch.tensors.below_transforms, (written, read))
+    written, read = map(_torch.transforms.below_transforms, (written, read))
     ours, theirs = _terms_of(written), _terms_of(read)
     distance = _number(read.storage_offset()) - _number(written.storage_offset())
     if distance == 0 and ours == theirs:

@@ -55,6 +55,7 @@ from autoparallel.capture.tracing.seeding import NAMES as SEEDS
 from autoparallel.capture.tracing.spans import spans_of_transformers
 from autoparallel.capture.tracing.texts import NAMES as TEXTS
 from autoparallel.capture.tracing.trace import CURRENT, Trace, listening, refuse, refused_function
+from autoparallel.capture.tracing.transforms import NAMES as TRANSFORMS
 from autoparallel.capture.tracing.values_read import NAMES as VALUES_READ
 from autoparallel.capture.tracing.values_read import READING
 from autoparallel.graph.errors import RAISED, CaptureError, note_raised
@@ -234,7 +235,7 @@ def _exit_saved_tensors_hooks(self: Any, *error: Any) -> None:
 
 
 def _enter_dual_level() -> Any:
-    if listening() is None or _torch.autograd.is_transforming():
+    if listening() is None or _torch.transforms.is_transforming():
         return _ENTER_DUAL_LEVEL()
     raise refuse(
         "torch.autograd.forward_ad is used inside of the model", "use torch.func.jvp, or write the derivative out"
@@ -441,6 +442,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *OPEN_NUMBERS,
     *SEEDS,
     *TEXTS,
+    *TRANSFORMS,
     *VALUES_READ,
     (*_torch.export.VALIDATE_DEVICE, _validate_device),
     (torch.nn.Module, "named_buffers", _named_buffers),

@@ -57,12 +57,12 @@ class CallReader:
             RuntimeError: under a transform of ``torch.func``, where ranks cannot even tell each other of it, and under
                 ``torch.export``, or ``torch.onnx.export`` of either kind.
         """
-        if _torch.autograd.is_transforming() or _torch.autograd.is_dual_level():
+        if _torch.transforms.is_transforming() or _torch.autograd.is_dual_level():
             raise RuntimeError(
                 "a transform of torch.func (vmap, grad, jvp), or forward-mode autograd, cannot see into a compiled "
                 "model\n"
-                "What to change: take gradients with torch.autograd.grad, of what the model returns or inside of its "
-                "forward, call vmap and jvp inside of forward, or transform the plain model (model.whole())."
+                "What to change: call the transform inside of forward, take gradients with torch.autograd.grad of what "
+                "the model returns, or transform the plain model (model.whole())."
             )
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise RuntimeError(

@@ -111,7 +111,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
-    if _torch.autograd.is_transformed(x):  # it has no memory of its own
+    if _torch.transforms.is_transformed(x):  # it has no memory of its own
         return (id(x),)
     return x.data_ptr(), x.shape, x.stride(), x.dtype
 

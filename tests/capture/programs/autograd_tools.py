@@ -286,13 +286,6 @@ class VmapOfFunctionalCall(nn.Module):
         return torch.func.vmap(one)(self.weight, self.bias).mean(0)
 
 
-@program(refused="write the derivative out")
-class JacobianInside(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        jacobian = torch.func.vmap(torch.func.jacrev(lambda row: torch.tanh(self.a(row))))
-        return self.b(jacobian(x).sum(1))  # refused
-
-
 @program()
 class HessianVectorProduct(Two):
     def forward(self, x: Tensor) -> Tensor:
@@ -322,13 +315,6 @@ class ScoreWithEnableGrad(Two):
             h = torch.tanh(self.a(x))
             score = -((1 - h.square()) * h) @ self.a.weight
         return self.b(score)
-
-
-@program(refused=None if torch.__version__ >= "2.13" else "write the derivative out", line=False)
-class JvpInside(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        _, tangent = torch.func.jvp(lambda h: torch.tanh(h), (self.a(x),), (torch.ones_like(x),))
-        return self.b(tangent)
 
 
 # ------------------------------------------------------------------------------------------------ custom operators
