@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -160,6 +161,9 @@ class Copies:
         model, loss_fn = self._model, self._loss_fn
         while True:
             table = {**self.fakes, **self._shared.by_id, id(TRACED): TRACED}
+            for module in model.modules():  # the model's own run, in the backward of its program
+                hooks = module._backward_hooks, module._backward_pre_hooks
+                table |= {id(x): OrderedDict(x) for x in hooks}
             try:
                 self.closures = Closures(model, table)
                 with laid_out_by_nobody():

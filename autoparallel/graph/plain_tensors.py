@@ -147,7 +147,7 @@ def trained_attributes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 def _held_in(
     value: Any, label: str, members: set[int], visited: set[int]
 ) -> Iterator[tuple[str, torch.Tensor | nn.Module]]:
-    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+    if isinstance(value, MethodType):
         value, label = value.__self__, f"{label}.__self__"
     if id(value) in members or id(value) in visited:
         return

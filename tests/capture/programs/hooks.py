@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.capture.registry import loop, program
-from tests.capture.runner import STEPS, Run, sgd
+from tests.capture.runner import STEPS, Run, numbers, sgd
 
 
 def two() -> nn.Sequential:
@@ -255,3 +255,52 @@ def hook_changes_its_buffer() -> nn.Module:
 
     model[0].register_forward_hook(hook)
     return model
+
+
+class Kept:
+    """What the methods of an object keep, which are hooks; nothing else knows it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.output: Tensor | None = None
+        self.gradient: Tensor | None = None
+        layer.register_forward_hook(self.keep)
+        layer.register_full_backward_hook(self.keep_gradient)
+
+    def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.output = output.detach()
+
+    def keep_gradient(self, module: nn.Module, grads: Any, of_output: Any) -> None:
+        self.gradient = of_output[0].detach()
+
+
+@loop()
+def hooks_that_have_seen_plain_calls(run: Run) -> None:
+    """An object that has tensors of the plain model, and of another kind of call: Grad-CAM and integrated gradients."""
+    model = two().double()
+    kept = Kept(model[1])
+    model(numbers(4, 8, seed=9)).sum().backward()
+    compiled = run.compile(model)
+    for step in range(STEPS):
+        x = numbers(4, 8, seed=step).requires_grad_(step == 1)
+        compiled(x).square().sum().backward()
+        run.note("kept", [kept.output, kept.gradient])
+
+
+class KeptInSlots:
+    __slots__ = ("gradient",)
+
+    def __init__(self) -> None:
+        self.gradient = numbers(4, 8, seed=9)
+
+    def keep(self, module: nn.Module, grads: Any, of_output: Any) -> None:
+        self.gradient = of_output[0].clone()
+
+
+@loop()
+def backward_hook_of_an_object_with_slots(run: Run) -> None:
+    model, kept = two().double(), KeptInSlots()
+    model[0].register_full_backward_hook(kept.keep)
+    compiled = run.compile(model)
+    for step in range(STEPS):
+        compiled(numbers(4, 8, seed=step).requires_grad_()).square().sum().backward()
+        run.note("kept", kept.gradient)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tests.capture.programs.inplace import Two
 from tests.capture.registry import loop, program
 from tests.capture.runner import STEPS, Run, rows_and_targets, sgd
+from tests.devices import DEVICE
 
 
 class Schedule:
@@ -38,6 +39,26 @@ class ScheduleObject(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) * self.schedule.value()
+
+
+class Gain:
+    def __init__(self) -> None:
+        self.gain = torch.tensor(2.0, dtype=torch.float64, device=DEVICE)
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+@program(between=lambda model, step: model.scale.__self__.gain.mul_(0.5))
+class MethodOfAnObject(Two):
+    """A bound method, whose object holds a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Gain().apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(self.a(x))
 
 
 @program()
