@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -66,6 +67,8 @@ class Arguments:
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             self.numbers.append(value)
             return Slot("number", len(self.numbers) - 1)
+        if isinstance(value, np.generic):
+            return value.item()  # what numpy prints is no literal of a program
         if isinstance(value, CONSTANTS):
             return value
         if isinstance(value, slice):

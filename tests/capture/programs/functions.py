@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.capture.registry import program
-from tests.capture.runner import rows_and_targets
+from tests.capture.runner import STEPS, rows, rows_and_targets
 
 
 class Round(torch.autograd.Function):
@@ -56,6 +57,24 @@ class DomainAdversarial(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = self.features(x).tanh()
         return self.label(h), self.domain(Reverse.apply(h, 0.3))
+
+
+def rows_and_strength(step: int) -> tuple[Any, ...]:
+    """As the schedule of every such script: ``2 / (1 + np.exp(-10 * p)) - 1``."""
+    return (*rows(step), 2 / (1 + np.exp(-10 * step / STEPS)) - 1)
+
+
+@program(batch=rows_and_strength, ranks=True)
+class StrengthsOfNumpy(nn.Module):
+    """One is an argument, the other a setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.domain, self.strength = nn.Linear(8, 8), nn.Linear(8, 2), np.float32(0.25)
+
+    def forward(self, x: Tensor, strength: float) -> Tensor:
+        h = self.features(x).tanh()
+        return self.domain(Reverse.apply(Reverse.apply(h, strength), self.strength))
 
 
 class MySigmoid(torch.autograd.Function):
