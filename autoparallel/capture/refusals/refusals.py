@@ -257,7 +257,7 @@ INSTEAD_OF_WAYS = (
 
 KEEP_ALL_ROWS = (
     "keep all rows and weigh them by masks, such as (loss * mask).sum() / mask.sum(), use torch.where or ignore_index, "
-    "or compute it outside of the model and pass it in"
+    "give torch.bincount its minlength, or compute it outside of the model and pass it in"
 )
 """What to do instead of selecting as many rows as there are by a tensor's values."""
 

@@ -43,6 +43,7 @@ from autoparallel.capture.tracing.backward_hooks import HANDLERS, backward_hook
 from autoparallel.capture.tracing.checks import CHECKED
 from autoparallel.capture.tracing.checks import NAMES as ASKED
 from autoparallel.capture.tracing.collectives import NAMES as COLLECTIVES
+from autoparallel.capture.tracing.counts import COUNTING
 from autoparallel.capture.tracing.drawn_numbers import DRAWS
 from autoparallel.capture.tracing.drawn_scalars import DRAWING
 from autoparallel.capture.tracing.functions import function_apply
@@ -157,6 +158,7 @@ _FOLLOWED = {
     **READS,
     **READING,
     **ATTENTION,
+    **COUNTING,
     **DRAWING,
     **OF_OPEN,
 }

@@ -256,6 +256,30 @@ class CountsThemByLen(Tagger):
         return mean + scores[places].square().sum() / max(len(places), 1)
 
 
+@program(batch=tagged, ranks=True)
+class CountsUpToLengths(Tagger):
+    """How often each entry of a codebook, or each class, comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("used", torch.zeros(4))
+
+    def loss(self, h: Tensor, labels: Tensor) -> Any:
+        logits, found = self.head(h).view(-1, 4), labels.view(-1) + 1
+        self.used += torch.bincount(logits.argmax(1), minlength=4)
+        counts = found.bincount(minlength=h.shape[1])
+        weights = torch.bincount(found, h[..., 0].detach().reshape(-1), minlength=5)
+        return (logits.logsumexp(1) * (counts / counts.sum())[found]).sum() + weights.sum(), counts, weights
+
+
+@program(batch=tagged, refused="minlength")
+class CountsUpToTheLargest(Tagger):
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        logits = self.body(x)[:, 0]
+        counts = torch.bincount(logits.argmax(1).clamp(min=7))  # refused
+        return (logits * counts).sum()
+
+
 @program(batch=tagged)
 class NamesASize(Tagger):
     """The text of a size is that of its number."""
