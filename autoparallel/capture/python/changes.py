@@ -19,7 +19,10 @@ from autoparallel.graph.leaves import TYPES
 from autoparallel.graph.python_state import MISSING, is_data, is_plain, is_same, shown
 from autoparallel.graph.variables import Variable
 
-IN_THE_MODEL = "keep what changes in the model, as a registered buffer"
+IN_THE_MODEL = (
+    "keep what changes in the model, as a registered buffer: a module that holds the model and the loss function, and "
+    "returns the loss, is compiled without loss_fn"
+)
 """What to change in a loss function."""
 
 

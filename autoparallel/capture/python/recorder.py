@@ -324,9 +324,14 @@ class Recorder:
         classes = {type(watched.copy) for watched in self._watched.values()}
         return next((f"{cls.__name__}.{name}" for cls in classes for name in written_to(cls)), "")
 
-    def changed_constant(self) -> str:
-        """A tensor in a list, dict or object that the run has changed in place; empty for none."""
-        return next((name for name, fake in self._constants.items() if fake._version != self._versions[name]), "")
+    def changed_constant(self, of_loss: bool = False) -> str:
+        """A tensor in a list, dict or object that the run has changed in place; empty for none.
+
+        Args:
+            of_loss: whether only what the loss function holds counts.
+        """
+        changed = (name for name, fake in self._constants.items() if fake._version != self._versions[name])
+        return next((name for name in changed if not of_loss or name.partition(".")[0] == LOSS), "")
 
     def changed_carried(self) -> str:
         """A tensor that the copy was given in the place of an attribute, and that the run has changed in place."""
@@ -537,6 +542,11 @@ _UNCARRIED = (
         lambda recorder: recorder.classes.changed_container(),
         "a call changes {}, which all objects of the class share,",
         "return what is collected as an output, or keep it in a registered buffer of the module",
+    ),
+    _Change(
+        lambda recorder: recorder.changed_constant(of_loss=True),
+        "a call changes the tensor {} in place,",
+        IN_THE_MODEL,
     ),
     _Change(
         Recorder.changed_constant,

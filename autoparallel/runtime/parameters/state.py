@@ -44,8 +44,9 @@ def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
         if isinstance(tensor, DTensor):
             raise ValueError(
                 f"{name} is a DTensor already: give compile() the plain model, before fully_shard, "
-                "parallelize_module or another compile(); models that share a module are compiled as one that holds "
-                "them all, and says in its forward which of them runs"
+                "parallelize_module or another compile(); one that has changed since then is compiled from a copy "
+                "(with model.whole() as plain: new = copy.deepcopy(plain)); models that share a module are compiled as "
+                "one that holds them all, and says in its forward which of them runs"
             )
         if tensor in REPLACED:
             raise ValueError(
