@@ -324,7 +324,8 @@ class _Walk:
         """Refuses a change of a parameter whose value the backward may need as it was before."""
         needed = self._find_needed() if any(readers for _, readers in self.overtaken) else set()
         for node, readers in self.overtaken:
-            if readers := [reader for reader in readers if reader in needed]:
+            # What looks rows up has a backward of the indices alone.
+            if readers := [x for x in readers if x in needed and x.target is not torch.ops.aten.embedding.default]:
                 raise refusal(
                     f"a parameter is changed in place behind what is differentiated of it ({line_of(readers[0])}), and "
                     "the backward would read what it is then,",

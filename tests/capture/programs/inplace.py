@@ -193,6 +193,14 @@ class EmbeddingRenorm(nn.Module):
         return self.table(x.abs().argmax(-1))
 
 
+@program(ranks=True)
+class EmbeddingRenormTwice(EmbeddingRenorm):
+    """Items that are liked and items that are not, of one table."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x.abs().argmax(-1)) * self.table(x.argmin(-1))
+
+
 @program()
 class SwapColumns(Two):
     def forward(self, x: Tensor) -> Tensor:
