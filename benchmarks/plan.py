@@ -25,8 +25,8 @@ from rich.table import Table
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.capture.attempt import CaptureSettings
 from autoparallel.capture.capture import capture
+from autoparallel.capture.settings import CaptureSettings
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.hardware import H100

@@ -14,8 +14,8 @@ from unittest.mock import patch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.capture.attempt import CaptureSettings
 from autoparallel.capture.capture import capture
+from autoparallel.capture.settings import CaptureSettings
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.planner import planner

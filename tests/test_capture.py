@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 
 import autoparallel
 from autoparallel.capture import capture as capture_module
-from autoparallel.capture.attempt import CaptureSettings
 from autoparallel.capture.capture import capture
+from autoparallel.capture.settings import CaptureSettings
 from autoparallel.graph.calls import closed
 from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.graph.errors import CaptureError

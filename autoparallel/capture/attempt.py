@@ -52,6 +52,7 @@ from autoparallel.capture.refusals.refusals import (
     require_own_memory,
     require_values_of_parameters,
 )
+from autoparallel.capture.settings import CaptureSettings
 from autoparallel.capture.tracing.drawn_numbers import depends_on_draws, require_dropped
 from autoparallel.capture.tracing.inputs_read import InputsRead
 from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
@@ -76,7 +77,7 @@ from autoparallel.passes.runner import run_passes
 from autoparallel.text import LOGGER
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    pass
 
 AS_COMPILED = (
     "the model asks whether it is compiled at %s, and is told that it is: the way that it goes otherwise cannot be "
@@ -103,37 +104,6 @@ NOT_AGAIN = (
     "what torch.utils.checkpoint computes at %s is kept for the backward, because it belongs to no layer (an item of a "
     "ModuleList or a Sequential, whose calls stand together): only layers are computed again"
 )
-
-
-@dataclass(frozen=True)
-class CaptureSettings:
-    """What a model is captured for.
-
-    Attributes:
-        least_batch: the smallest batch to trace with.
-        batch: the batch size of the actual call.
-        loss_fn: called as ``loss_fn(output, target)``; None without a target.
-        training: captures in this mode instead of the model's own.
-        detach_beside_loss: where the loss is known (see ``capture.functional.outputs``), detaches the other outputs.
-        ranks: of the mesh: into at most so many blocks fused projections are interleaved (see
-            ``passes.interleave_projections``).
-        precision: the dtypes in which parameters are used, inputs come and outputs leave; None leaves them.
-        gradients: whether it is called with gradients enabled.
-        autocast: the dtype of the autocast that it is called under: each cast becomes an operator of the graph.
-        device: the kind on which it is traced (see [Note: devices]).
-    """
-
-    least_batch: int
-    batch: int
-    _: KW_ONLY
-    loss_fn: Callable[..., Any] | None = None
-    training: bool | None = None
-    detach_beside_loss: bool = True
-    ranks: int = 1
-    precision: MixedPrecisionPolicy | None = None
-    gradients: bool = True
-    autocast: torch.dtype | None = None
-    device: str = "cpu"
 
 
 @dataclass

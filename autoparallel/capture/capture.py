@@ -15,9 +15,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.capture.attempt import Attempt, CaptureSettings
+from autoparallel.capture.attempt import Attempt
 from autoparallel.capture.fake_inputs import scale_of, traced_shape
 from autoparallel.capture.python.changes import VariablesChangedError
+from autoparallel.capture.settings import CaptureSettings
 from autoparallel.graph.beside import beside_in, method_of, take_apart
 from autoparallel.graph.calls import closed, fits, without_numbers
 from autoparallel.graph.captured import Captured, InputSpec, NumberSpec

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from autoparallel.capture.attempt import CaptureSettings
 from autoparallel.capture.capture import capture
+from autoparallel.capture.settings import CaptureSettings
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.prediction import LatePrediction, Prediction
 from autoparallel.graph.calls import Call

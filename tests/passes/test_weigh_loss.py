@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.capture.attempt import CaptureSettings
 from autoparallel.capture.capture import capture
+from autoparallel.capture.settings import CaptureSettings
 from autoparallel.graph.captured import Captured, InputSpec, describe_inputs
 from autoparallel.operators import weighted_mean
 from tests.passes.support import show

@@ -7,21 +7,16 @@ effect on gradients no program can have raises, with line and cure.  A model tha
 way of the plain model.
 
 Most of it goes through a ``TorchFunctionMode``, which belongs to the thread.  Where torch has no such door, a name of
-torch is replaced while any thread traces, by one that does as torch does on all other threads.
+torch is replaced (see ``replacements``).
 """
 
 from __future__ import annotations
 
-import dis
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import (
     BuiltinFunctionType,
-    FrameType,
-    FunctionType,
     MethodDescriptorType,
     MethodWrapperType,
     WrapperDescriptorType,
@@ -32,37 +27,21 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autoparallel import _torch
-from autoparallel.capture.python.functions_of_numbers import NAMES as OF_NUMBERS
-from autoparallel.capture.python.functions_of_numbers import OF_MATH, OF_NUMPY
-from autoparallel.capture.python.kinds_of_numbers import stand_ins_in_modules
 from autoparallel.capture.python.profilers import without_model
-from autoparallel.capture.refusals.data_access import KERNEL_CURE
 from autoparallel.capture.refusals.failures import is_raised_by_model
 from autoparallel.capture.tracing.attention_kernels import ATTENTION
-from autoparallel.capture.tracing.backward_hooks import HANDLERS, backward_hook
+from autoparallel.capture.tracing.backward_hooks import HANDLERS
 from autoparallel.capture.tracing.checks import CHECKED
-from autoparallel.capture.tracing.checks import NAMES as ASKED
-from autoparallel.capture.tracing.collectives import NAMES as COLLECTIVES
 from autoparallel.capture.tracing.counts import COUNTING
-from autoparallel.capture.tracing.drawn_numbers import DRAWS
 from autoparallel.capture.tracing.drawn_scalars import DRAWING
-from autoparallel.capture.tracing.functions import function_apply
-from autoparallel.capture.tracing.numbers_read import NAMES as NUMBERS_READ
 from autoparallel.capture.tracing.numbers_read import READS
-from autoparallel.capture.tracing.open_numbers import NAMES as OPEN_NUMBERS
 from autoparallel.capture.tracing.open_numbers import OF_OPEN
-from autoparallel.capture.tracing.positions import FOLLOWED, PACKED, masks_of_transformers, unless_counting
-from autoparallel.capture.tracing.seeding import NAMES as SEEDS
-from autoparallel.capture.tracing.spans import spans_of_transformers
-from autoparallel.capture.tracing.texts import NAMES as TEXTS
-from autoparallel.capture.tracing.trace import CURRENT, Trace, listening, refuse, refused_function
-from autoparallel.capture.tracing.transforms import NAMES as TRANSFORMS
-from autoparallel.capture.tracing.values_read import NAMES as VALUES_READ
+from autoparallel.capture.tracing.positions import FOLLOWED
+from autoparallel.capture.tracing.replacements import replaced_names
+from autoparallel.capture.tracing.trace import CURRENT, Trace
 from autoparallel.capture.tracing.values_read import READING
 from autoparallel.graph.errors import RAISED, CaptureError, note_raised
-from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.plain_tensors import OF_FORM
-from autoparallel.graph.python_state import MISSING, OURS, is_installed, is_library
 from autoparallel.operators.opaque import opaque_calls
 
 
@@ -72,7 +51,7 @@ def everything_seen(trace: Trace) -> Iterator[None]:
     enabled = torch.is_grad_enabled()
     try:
         with (
-            _uncaught(), CURRENT.using(trace), _replaced_names(), opaque_calls(trace.calls), _Listener(trace),
+            _uncaught(), CURRENT.using(trace), replaced_names(), opaque_calls(trace.calls), _Listener(trace),
             _torch.export.compiled_run_plainly(),
         ):  # fmt: skip
             yield
@@ -191,333 +170,3 @@ def _run(_: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
     with without_model():
         return func(*args, **kwargs)
-
-
-# ------------------------------------------------------------------------------------- what has no door but its name
-
-
-def _enter_inference_mode(self: torch.inference_mode) -> None:
-    if listening() is None:
-        return _ENTER_INFERENCE(self)
-    self._grad_mode_before = torch.is_grad_enabled()  # type: ignore[attr-defined]
-    _torch.autograd.set_grad_enabled(not self.mode)
-    return None
-
-
-def _exit_inference_mode(self: torch.inference_mode, *error: Any) -> None:
-    before = self.__dict__.pop("_grad_mode_before", None)
-    if before is None:
-        return _EXIT_INFERENCE(self, *error)
-    _torch.autograd.set_grad_enabled(before)
-    return None
-
-
-def _enter_saved_tensors_hooks(self: Any) -> None:
-    trace = listening()
-    if trace is None:
-        return _ENTER_SAVED(self)
-    if type(self) is _SAVED or not type(self).__module__.startswith("torch."):  # torch's others only save memory
-        raise refuse(
-            "torch.autograd.graph.saved_tensors_hooks is entered inside of the model",
-            "enter it around the call, or write an autograd.Function that saves what its backward needs",
-        )
-    self._not_entered = True
-    if type(self).__module__ == "torch.utils.checkpoint":
-        trace.begin_region()
-    return None
-
-
-def _exit_saved_tensors_hooks(self: Any, *error: Any) -> None:
-    if self.__dict__.pop("_not_entered", False):
-        trace = listening()
-        if trace is not None and type(self).__module__ == "torch.utils.checkpoint":
-            trace.end_region()
-        return None
-    return _EXIT_SAVED(self, *error)
-
-
-def _enter_dual_level() -> Any:
-    if listening() is None or _torch.transforms.is_transforming():
-        return _ENTER_DUAL_LEVEL()
-    raise refuse(
-        "torch.autograd.forward_ad is used inside of the model", "use torch.func.jvp, or write the derivative out"
-    )
-
-
-def _set_replacement(self: _torch.export.ShapeEnv, symbol: Any, size: Any, message: str) -> Any:
-    """Notes at which line a size that was open becomes a number."""
-    trace = listening()
-    if trace is not None and size.is_Integer:
-        trace.fixed.setdefault(int(size), line_of_frame(sys._getframe(1)))
-    return _SET_REPLACEMENT(self, symbol, size, message)
-
-
-def _convert(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for a method that makes a number of a size, or of a value that is read: only a trace cannot."""
-
-    def method(self: _torch.export.SymNode, *place: Any) -> Any:
-        frame, trace = sys._getframe(2), listening()  # what asks is int(n) in between
-        by_model = not frame.f_code.co_filename.startswith((OURS, _torch.export.FOLDER))
-        if by_model and trace is not None and original is _GUARD_FLOAT and self.expr.free_symbols:
-            trace.fixed.setdefault(-len(trace.fixed), line_of_frame(frame))
-        if trace is not None and original is _INT and (whole := trace.cut(self)) is not None:
-            return whole
-        try:
-            return original(self, *place)
-        except _torch.export.OF_TRACES as error:
-            if by_model:
-                note_raised(error)
-            raise
-
-    return method
-
-
-def _hash(self: torch.SymInt) -> int:
-    """That of the number where the model looks something up by it; nobody keeps what stands for it as a key."""
-    frame = sys._getframe(1)
-    looks_up = dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("BINARY", "CONTAINS"))
-    if listening() is None or not looks_up or is_installed(frame.f_code.co_filename):
-        return _HASH(self)
-    return hash(int(self))
-
-
-def _guard_bool(self: _torch.export.SymNode, file: str, line: int) -> bool:
-    trace = CURRENT.value
-    if trace is None:
-        return bool(_torch.export.GUARD_BOOL(self, file, line))
-    answer = trace.compare(self)
-    return _torch.export.guard_bool(self, file, line) if answer is None else answer
-
-
-def _to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """Does nothing where nothing is cast; the copy that is traced has no device."""
-    if listening() is None:
-        return _TO(self, *args, **kwargs)
-    dtype = _torch.nn.dtype_of_cast(*args, **kwargs)
-    tensors = (*_torch.tensors.parameters_of(self), *self.buffers())
-    if dtype is not None and any(x.dtype != dtype for x in tensors if x.is_floating_point() or x.is_complex()):
-        raise refuse(
-            f"a {type(self).__name__} is cast to {dtype} inside of the model",
-            "cast it before compile(), or cast what it is given and gives (self.layer(x.float()).to(x.dtype))",
-        )
-    return self
-
-
-def _sync_batch_norm(self: torch.nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
-    """As any batch norm, whose statistics are those of the whole batch; torch's asks for a GPU and for its group."""
-    return _SYNC_BATCH_NORM(self, x) if listening() is None else super(torch.nn.SyncBatchNorm, self).forward(x)
-
-
-def _call_script(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """TorchScript makes kernels of what has run before, which no tensor without memory can be given."""
-    trace = listening()
-    plain: Any = self if trace is None else _torch.export.python_of(self)
-    if trace is None or plain is self:
-        return _CALL_SCRIPT(self, *args, **kwargs)
-    trace.script_depth += 1
-    try:
-        return plain(*args, **kwargs)
-    finally:
-        trace.script_depth -= 1
-
-
-def _is_scripting() -> bool:
-    """What a function of TorchScript is told, which runs as Python."""
-    trace = listening()
-    return trace is not None and trace.script_depth > 0
-
-
-def _validate_device(*tensors: torch.Tensor) -> None:
-    """A trace on a CPU may carry gradients, too: the program that comes of it has them on any device.
-
-    Dynamo traces the functions of FlexAttention without running them: here they run once, to be seen reading globals
-    and cells.
-    """
-    trace = listening()
-    if trace is None:
-        return _VALIDATE_DEVICE(*tensors)
-    call = sys._getframe(1).f_locals
-    score, place = torch.zeros(()), [torch.zeros((), dtype=torch.int32) for _ in range(4)]
-    functions = (call["score_mod"], [score, *place]), (getattr(call["block_mask"], "mask_mod", None), place)
-    for function, arguments in functions:
-        if function is None:
-            continue
-        plain = getattr(function, "fn", function)  # a mask's is wrapped
-        held = [cell.cell_contents for cell in getattr(plain, "__closure__", None) or ()]
-        modules = [x for x in (getattr(plain, "__self__", None), *held) if isinstance(x, torch.nn.Module)]
-        if modules:
-            raise refuse(
-                f"a function by which FlexAttention scores or masks reads a {type(modules[0]).__name__}, whose changes "
-                "torch does not see there,",
-                "read its attributes before (window = self.window), and let the function use these",
-            )
-        with (
-            suppress(Exception),
-            RAISED.using(None),
-            _torch.export.indexing_by_tensors(),
-        ):  # Dynamo's error is the one to be told
-            function(*arguments)
-    return None
-
-
-def _attribute(self: torch.Tensor, name: str) -> Any:
-    """An attribute of the user's tensor that what stands for it has not."""
-    trace, value = listening(), MISSING
-    frame = sys._getframe(1)
-    if trace is not None and name[:2] != "__" and not is_library(frame.f_code.co_filename):
-        value = trace.attributes.read(self, name, line_of_frame(frame))
-    if value is MISSING:
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-    return value
-
-
-def _as_told(answer: Callable[[], bool]) -> bool:
-    """The code that a function has meanwhile; it stays the object by which Dynamo, and a model's imports, know it."""
-    return answer()
-
-
-def _answer(ask: Callable[[], bool]) -> bool:
-    """What the plain model would be told, unless it cannot be traced so; torch's own code is told the truth."""
-    frame: FrameType | None = sys._getframe(2)
-    if frame is not None and ask.__name__ not in frame.f_code.co_names:
-        return ask()  # it is called by torch's C++, as TorchScript does
-    while frame is not None and frame.f_code.co_name.startswith("is_"):  # such as torch._dynamo's: asks for its caller
-        frame = frame.f_back
-    trace = listening()
-    if trace is None or frame is None or frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
-        return ask()
-    trace.asked_at = trace.asked_at or line_of_frame(frame)
-    return trace.as_compiled
-
-
-def _named_buffers(
-    self: torch.nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of a module that a model holds under two names once: ``torch.export`` takes them for two that share memory,
-    and traces no change of them, such as that of a batch norm."""
-    by_torch = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch"
-    if listening() is None or not by_torch or remove_duplicate or not recurse:
-        yield from _NAMED_BUFFERS(self, prefix, recurse, remove_duplicate)
-        return
-    for path, module in self.named_modules(prefix=prefix):
-        yield from _NAMED_BUFFERS(module, path, False, False)
-
-
-_NAMED_BUFFERS = torch.nn.Module.named_buffers
-_ASKED: tuple[Any, ...] = (torch.compiler.is_compiling, torch.compiler.is_exporting)
-_VALIDATE_DEVICE = getattr(*_torch.export.VALIDATE_DEVICE)
-_TO = torch.nn.Module.to
-_HASH = torch.SymInt.__hash__
-_INT = _torch.export.SymNode.int_
-_GUARD_FLOAT = _torch.export.SymNode.guard_float
-_IS_SCRIPTING: Any = vars(torch.jit)["is_scripting"]
-_CALL_SCRIPT: Any = torch._C.ScriptFunction.__call__
-_SYNC_BATCH_NORM = torch.nn.SyncBatchNorm.forward
-_SET_REPLACEMENT = _torch.export.ShapeEnv._set_replacement
-_FORWARD_AD = torch.autograd.forward_ad
-_ENTER_DUAL_LEVEL = _FORWARD_AD.enter_dual_level
-_SAVED = torch.autograd.graph.saved_tensors_hooks
-_ENTER_INFERENCE, _EXIT_INFERENCE = torch.inference_mode.__enter__, torch.inference_mode.__exit__
-_ENTER_SAVED, _EXIT_SAVED = _SAVED.__enter__, _SAVED.__exit__
-_NAMES: tuple[tuple[Any, str, Any], ...] = (
-    (_torch.autograd.SingleLevelFunction, "apply", classmethod(function_apply)),
-    (_torch.nn.modules, "BackwardHook", backward_hook),
-    (_torch.export.decompositions, "one_layer_lstm", _torch.export.one_layer_lstm),
-    (_torch.export.SymNode, "guard_bool", _guard_bool),
-    *[
-        (_torch.export.SymNode, name, _convert(getattr(_torch.export.SymNode, name)))
-        for name in ("int_", "guard_float")
-    ],
-    (_torch.export.ShapeEnv, "_set_replacement", _set_replacement),
-    _torch.export.MODULES_THEMSELVES,
-    _torch.export.OPERATORS_LISTED_ONCE,
-    _torch.numbers.ALLOWED,
-    *[(f, "__defaults__", (partial(_answer, FunctionType(f.__code__, f.__globals__, f.__name__)),)) for f in _ASKED],
-    *[(f, "__code__", _as_told.__code__) for f in _ASKED],
-    (_IS_SCRIPTING, "__defaults__", (_is_scripting,)),
-    (_IS_SCRIPTING, "__code__", _as_told.__code__),
-    *ASKED,
-    *COLLECTIVES,
-    *((owner, name, stand_in) for owner, name, _, stand_in in DRAWS),
-    *NUMBERS_READ,
-    *OF_NUMBERS,
-    *OPEN_NUMBERS,
-    *SEEDS,
-    *TEXTS,
-    *TRANSFORMS,
-    *VALUES_READ,
-    (*_torch.export.VALIDATE_DEVICE, _validate_device),
-    (torch.nn.Module, "named_buffers", _named_buffers),
-    (torch.nn.Module, "to", _to),
-    (torch.SymInt, "__hash__", _hash),
-    (torch._C.ScriptFunction, "__call__", _call_script),
-    (torch.Tensor, "__getattr__", _attribute),
-    (torch.nn.SyncBatchNorm, "forward", _sync_batch_norm),
-    (torch.inference_mode, "__enter__", _enter_inference_mode),
-    (torch.inference_mode, "__exit__", _exit_inference_mode),
-    (_FORWARD_AD, "enter_dual_level", _enter_dual_level),
-    (_SAVED, "__enter__", _enter_saved_tensors_hooks),
-    (_SAVED, "__exit__", _exit_saved_tensors_hooks),
-)
-
-
-_IMPORTED = [
-    *OF_MATH.values(),
-    *OF_NUMPY.values(),
-    *((function, stand_in) for _, _, function, stand_in in DRAWS),
-]
-"""What modules may have imported from libraries, with what stands for it."""
-
-
-class _Replacements:
-    """How many traces need the replaced names, over all threads."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.traces = 0
-        self.stack = ExitStack()
-
-
-_REPLACEMENTS = _Replacements()
-_ABSENT = object()
-
-
-@contextmanager
-def _replaced_names() -> Iterator[None]:
-    with _REPLACEMENTS.lock:
-        if not _REPLACEMENTS.traces:
-            for owner, name, new in (*_NAMES, *_names_of_transformers(), *_names_of_triton()):
-                before = getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner).get(name, _ABSENT)
-                _REPLACEMENTS.stack.callback(_put_back, owner, name, before)
-                setattr(owner, name, new)
-            _REPLACEMENTS.stack.enter_context(stand_ins_in_modules(_IMPORTED))
-        _REPLACEMENTS.traces += 1
-    try:
-        yield
-    finally:
-        with _REPLACEMENTS.lock:
-            _REPLACEMENTS.traces -= 1
-            if not _REPLACEMENTS.traces:
-                _REPLACEMENTS.stack.close()
-
-
-def _names_of_transformers() -> Iterator[tuple[Any, str, Any]]:
-    masks = masks_of_transformers()
-    if masks is not None:
-        yield masks, PACKED, unless_counting(vars(masks)[PACKED])
-    yield from spans_of_transformers()
-
-
-def _names_of_triton() -> Iterator[tuple[Any, str, Any]]:
-    """What launches a kernel, which would write to where the tensors of a trace have no memory."""
-    jit = sys.modules.get("triton.runtime.jit")
-    if jit is not None:
-        launch = refused_function(jit.JITFunction.run, "the model launches a Triton kernel", KERNEL_CURE)
-        yield jit.JITFunction, "run", launch
-
-
-def _put_back(owner: Any, name: str, before: Any) -> None:
-    if before is _ABSENT:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, before)
