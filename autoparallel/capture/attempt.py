@@ -230,8 +230,8 @@ class Attempt:
         captured.state = way.state
         captured.drawn = way.trace.draw_scripts
         captured.draws = way.draws + len(captured.drawn.get(TORCH, ()))
-        captured.rebound = frozenset(self.copies.owners[name] for name in recorder.rebound)
-        captured.registered = dict(recorder.registered)
+        captured.rebound = frozenset(self.copies.owners[name] for name in recorder.buffers.rebound)
+        captured.registered = dict(recorder.buffers.registered)
         captured.set_at = {
             name: x.line for name, x in recorder.written.items() if x.line not in ("", "an unknown line")
         }

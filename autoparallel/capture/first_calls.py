@@ -63,7 +63,9 @@ def _parts(copy: Training, leaves: list[Any]) -> dict[str, Any]:
     """What a copy gives, and how it nests; of attributes by their labels."""
     findings = copy.findings
     place = len(leaves) - sum(spec.num_leaves for spec in findings.attributes.values())
-    parts: dict[str, Any] = {"": (leaves[:place], str(findings.spec), findings.counted, sorted(copy.recorder.rebound))}
+    parts: dict[str, Any] = {
+        "": (leaves[:place], str(findings.spec), findings.counted, sorted(copy.recorder.buffers.rebound))
+    }
     for name, spec in findings.attributes.items():
         parts[name] = leaves[place : place + spec.num_leaves], str(spec)
         place += spec.num_leaves

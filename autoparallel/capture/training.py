@@ -204,9 +204,9 @@ class Training(nn.Module):
         for name, value in {**written, **self._changes}.items():
             more, self.findings.attributes[name] = flatten_results(value)
             leaves += more
-        bound = self.recorder.bound_anew()
+        bound = self.recorder.buffers.bound_anew()
         places.require_current([*leaves, *bound.values()])
-        leaves = self.recorder.rebind(leaves)
+        leaves = self.recorder.buffers.rebind(leaves)
         leaves = [exchange.current(leaf) for leaf in leaves]
         results: dict[int | str, Any] = dict([*enumerate(leaves), *bound.items()])
         if trace is not None and trace.differentiates and not torch.is_grad_enabled() and _carry(leaves):

@@ -165,10 +165,10 @@ def _require_same_python(first: Way, second: Way, refused: Callable[[str], Captu
     _require_same_attributes(first, second, refused)
     for one, other in ((first, second), (second, first)):
         in_place = {str(target) for _, target in read_outputs(other.program)[0]} - {None}
-        for name in sorted(one.recorder.rebound - other.recorder.rebound):
+        for name in sorted(one.recorder.buffers.rebound - other.recorder.buffers.rebound):
             if f"model.{name}" in in_place:
                 raise refused(f"one binds the buffer {name} anew: write into it, {name}.copy_(...)")
-    first.recorder.rebound |= second.recorder.rebound
+    first.recorder.buffers.rebound |= second.recorder.buffers.rebound
     _require_same_memory(first, second, refused)
     ours, theirs = (_changed_parameters(way.program) for way in (first, second))
     if alone := ours ^ theirs:  # as the first batch's does, whose flag may be read instead
@@ -183,7 +183,7 @@ def _require_same_memory(first: Way, second: Way, refused: Callable[[str], Captu
     ours, theirs = first.findings.memory, second.findings.memory
     changes = [*read_outputs(first.program)[0], *read_outputs(second.program)[0]]
     kinds, names = {kind for kind, _ in changes}, {str(target).removeprefix("model.") for _, target in changes}
-    names -= first.recorder.rebound | second.recorder.rebound
+    names -= first.recorder.buffers.rebound | second.recorder.buffers.rebound
     for key in [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]:
         for shared in filter(None, (ours.pop(key, None), theirs.get(key))):
             owner = shared.owner

@@ -2,10 +2,10 @@
 
 - ``recorder``: records what a copy of the model reads and writes of its attributes, of each object in ``watched``,
   and in ``class_state`` of their classes;
-  ``changes``: what becomes of what a call changes; ``reads``: what its trace depends on;
-  ``observed_classes`` tell it, and ``containers`` are what it compares: ``held_containers`` are those of the copy,
-  ``journals`` stand for those to which a call only adds, ``given_entries`` are of those that it reads and changes;
-  ``places`` tell where they are.
+  ``changes``: what becomes of what a call changes, and ``bound_buffers`` of what it binds to buffers;
+  ``reads``: what its trace depends on; ``observed_classes`` tell it, and ``containers`` are what it compares:
+  ``held_containers`` are those of the copy, ``journals`` stand for those to which a call only adds,
+  ``given_entries`` are of those that it reads and changes; ``places`` tell where they are.
 - ``shared_parts``: what cannot be copied.
 - ``closures``: functions and weak references that a model holds, and that reach into it; ``modules_apart`` are those of
   torch that functions reach beside it.

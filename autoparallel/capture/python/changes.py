@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from autoparallel._torch.tensors import storage_mark
 from autoparallel.capture.python.containers import leaves_of
 from autoparallel.capture.python.kinds_of_numbers import KINDS
 from autoparallel.capture.python.watched import may_leave
@@ -180,28 +179,6 @@ def advice_on(value: Any) -> str:
     is_number = isinstance(value, int | float | torch.SymInt)
     in_buffer = "keep it in a registered buffer (self.n += 1 works on a tensor), " if is_number else ""
     return f"{in_buffer}set it outside of forward, or pass it in"
-
-
-def rebound(leaves: Sequence[Any], rebinds: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Any]:
-    """Gives buffers that a run has bound to other tensors the values of those; leaves of what it makes that lie in one
-    of these buffers are what that was (``old, self.p = self.p, new``), and get memory of their own.
-
-    Args:
-        rebinds: the buffers, and those tensors.
-    """
-    if not rebinds:  # a trace shows that gradients are switched off
-        return list(leaves)
-    changed = {storage_mark(before) for before, _ in rebinds}
-
-    def kept(value: Any) -> Any:
-        return value.clone() if isinstance(value, torch.Tensor) and storage_mark(value) in changed else value
-
-    leaves = [kept(leaf) for leaf in leaves]
-    values = [(before, kept(now)) for before, now in rebinds]
-    with torch.no_grad():
-        for before, value in values:
-            before.copy_(value)
-    return leaves
 
 
 def require_may_leave(value: Any, label: str, line: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import BuiltinMethodType
@@ -19,15 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autoparallel.capture.python.bound_buffers import BoundBuffers
 from autoparallel.capture.python.changes import (
     IN_THE_MODEL,
     StateChangedError,
     Written,
     advice_on,
     is_first_value,
-    rebound,
-    refused_buffer,
-    refused_gradient,
     refused_past_the_model,
     require_may_leave,
 )
@@ -87,8 +85,7 @@ class Recorder:
         containers: the lists, dicts, sets and others that the copy holds.
         classes: what the classes of its objects hold.
         written: the attributes that the last run has set, by label.
-        rebound: the buffers that it has bound to other tensors.
-        registered: the buffers that were not there before, by label, and whether they belong to the state dict.
+        buffers: what it has bound to buffers.
     """
 
     def __init__(
@@ -108,9 +105,7 @@ class Recorder:
         self._trained = trained
         self._refusal: CaptureError | None = None
         self._constants, self._versions = constants, dict[str, int]()
-        self.rebound: set[str] = set()
-        self._rebinds: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.registered: dict[str, bool] = {}
+        self.buffers = BoundBuffers()
         self.written: dict[str, Written] = {}
         self._set: dict[Hashable, str] = {}
         self._past: dict[str, tuple[Any, str]] = {}  # lists and dicts that are read past the model, and where
@@ -156,7 +151,7 @@ class Recorder:
         for watched in self._watched.values():
             watched.begin()
         self.classes.begin()
-        self._rebinds.clear()
+        self.buffers.begin()
         self.containers.begin()
         self._versions = {name: fake._version for name, fake in self._constants.items()}
         self._around.enter()
@@ -383,6 +378,14 @@ class Recorder:
         self._set[id(watched.original), name] = label
         self._put_back(watched, name, before)
 
+    def _take_registered(self, watched: Watched, kind: str, name: str, line: str, written: dict[str, Any]) -> None:
+        label, before, now = watched.label(name), watched.tables[kind].get(name), vars(watched.copy)[kind].get(name)
+        result = self.buffers.take(watched, kind, name, line)
+        if isinstance(result, CaptureError):
+            self._note_change(watched, name, line, before, now, result)
+        elif result is not None:
+            written[label], self.written[label] = now, result
+
     def _put_back(self, watched: Watched, name: str, before: Any) -> None:
         """Puts back what an attribute of the copy was."""
         if name in vars(watched.original):
@@ -437,60 +440,6 @@ class Recorder:
             return holder_of(self._model, watched.path, self._loss) is watched.original
         except (AttributeError, LookupError):
             return False
-
-    def _take_registered(self, watched: Watched, kind: str, name: str, line: str, written: dict[str, Any]) -> None:
-        """A buffer that is bound to a new tensor becomes one that is changed in place. One that was empty, or not
-        there, leaves the program; so does what nobody has read, and is an attribute of the user's or gets a gradient.
-        All else is refused."""
-        label = watched.label(name)
-        before = watched.tables[kind].get(name)
-        table = vars(watched.copy)[kind]
-        now = table.get(name)
-        if now is before:
-            return
-        if watched.path.partition(".")[0] == LOSS:
-            raise refusal(f"a call replaces the buffer {label}", line, IN_THE_MODEL)
-        if kind != "_buffers":
-            what = "parameter" if kind == "_parameters" else "module"
-            instead = f", or give it new values (self.{name}.data = value)" if kind == "_parameters" else ""
-            raise refusal(f"a call replaces the {what} {label}", line, f"do so outside of forward{instead}")
-        if isinstance(now, torch.Tensor) and not now.requires_grad and before is None:
-            written[label] = now
-            self.written[label] = Written(vars(watched.original), name, now, fills=True, line=line)
-            fleeting = vars(watched.copy)["_non_persistent_buffers_set"]
-            if name in watched.tables[kind]:
-                table[name] = None
-            else:
-                self.registered[label] = name not in fleeting
-                del table[name]
-                fleeting.discard(name)
-            return
-        is_attribute = name in vars(watched.original)
-        has_gradient = isinstance(now, torch.Tensor) and now.requires_grad
-        if name not in watched.reads and (now is None or is_attribute or has_gradient):
-            table[name] = before
-            require_may_leave(now, label, line)
-            written[label] = now
-            self.written[label] = Written(vars(watched.original), name, now, fills=False, line=line)
-            return
-        if has_gradient:
-            raise refused_gradient(label, line)
-        if refused := refused_buffer(label, before, now, line):
-            self._note_change(watched, name, line, before, now, refused)
-            table[name] = before
-            return
-        table[name] = before
-        self.rebound.add(label)
-        assert isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor)
-        self._rebinds[label] = before, now
-
-    def bound_anew(self) -> dict[str, torch.Tensor]:
-        """What the run has bound to buffers in the place of these, by their names."""
-        return {name: now for name, (_, now) in self._rebinds.items()}
-
-    def rebind(self, leaves: Sequence[Any]) -> list[Any]:
-        """Gives the buffers that the run has bound to other tensors the values of those; what it makes then."""
-        return rebound(leaves, list(self._rebinds.values()))
 
     def _twin(self, value: Any) -> Any:
         """What the copy was made with in the place of a value of the original's."""
