@@ -341,7 +341,7 @@ class Attempt:
             self.reads_values |= has_unknown_sizes(self.mode) or any(run.reads_values for run in self.rehearsals)
             torch.set_grad_enabled(before)
             self._reads.forget_cached()
-            if self._reads.checks:  # which were drawn in the trace, too
+            if self._reads.draws.checks:  # which were drawn in the trace, too
                 random.setstate(numbers)
             for recorder in self.copies.recorders:
                 recorder.close()
@@ -420,7 +420,7 @@ class Attempt:
                 raise _with_line(error, self.copies.make(), self._make_reads(), self.run) from None
             except ChangesAttributesError as error:
                 raise self._with_lines(error) from None
-            checks, written = reads.checks, whole.recorder.written
+            checks, written = reads.draws.checks, whole.recorder.written
             if any(value.fills for value in written.values()) and not failed and not self.may_read:
                 self._of_next = self._read_of_next(written)
         asks = bool(self.rehearsals[0].questions)

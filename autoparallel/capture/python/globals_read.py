@@ -11,7 +11,6 @@ import os
 import random
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
@@ -19,13 +18,13 @@ from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from autoparallel import _torch
 from autoparallel.capture.python.changes import StateChangedError, VariablesChangedError, refused_past_the_model
 from autoparallel.capture.python.closures import partials_of
 from autoparallel.capture.python.containers import is_container, may_change, objects_in
+from autoparallel.capture.python.draws import Draws, drawing_threads
 from autoparallel.capture.python.kinds_of_numbers import is_stand_in
 from autoparallel.capture.python.loads import Loads, loads_of
 from autoparallel.capture.python.modules_apart import (
@@ -50,7 +49,6 @@ from autoparallel.graph.python_state import (
     OPAQUE,
     Attributes,
     PythonState,
-    freeze,
     is_data,
     is_installed,
     is_library,
@@ -72,14 +70,6 @@ def _key_id(key: Any) -> int:
     return key if type(key) is int else id(key)
 
 
-def _drawing_threads() -> list[str]:
-    """The names of other threads, where one of them draws from Python's generator at the moment."""
-    before = random.getstate()
-    time.sleep(0.02)
-    others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
-    return others if random.getstate() != before else []
-
-
 def _leave(value: Any) -> None:
     """Leaves what a run has changed as it is."""
 
@@ -95,7 +85,7 @@ class GlobalsRead(Watcher):
         model: the user's.
 
     Attributes:
-        checks: how often beartype has drawn.
+        draws: those of the last run.
         shown: what functions of the user's print and log, by the line.
         names: of the variables read that are looked after (see ``graph.surroundings``): a copy has other values there.
     """
@@ -115,12 +105,11 @@ class GlobalsRead(Watcher):
         self._caches: list[Any] = []
         self._new_modules: set[int] = set()
         self._problem = ""
-        self.checks = 0
+        self.draws = Draws()
         self.shown: dict[str, str] = {}
 
     def __enter__(self) -> GlobalsRead:
-        self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._expected, self._draws, self.checks = self._python, False, 0
+        self.draws = Draws()
         self._before = sys.getprofile()
         self._uncollected = collected_rarely(0)  # nothing that a garbage collection calls runs for the model
         self._uncollected.__enter__()
@@ -136,9 +125,8 @@ class GlobalsRead(Watcher):
         resume(self._before)
         self.forget_cached()
         self._suspended.__exit__(None, None, None)
-        drawn = self.drawn()
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        drawn = self.draws.generators()
+        self.draws.put_back()
         self._links = {k: link for k, link in self._links.items() if k not in self._roots and not is_left(link[2])}
         self._roots = {key: root for key, root in self._roots.items() if not is_left(root.variable)}
         changed = [root for root in self._roots.values() if root.changed()]
@@ -148,10 +136,10 @@ class GlobalsRead(Watcher):
             root.restore()
         if kind is None or issubclass(kind, Exception) and not issubclass(kind, CaptureError):
             if drawn:
-                threads = _drawing_threads()
+                threads = drawing_threads()
                 raise StateChangedError(
                     lambda line: refused_draw(" and ".join(drawn), line, threads),
-                    lambda _, reads: bool(reads.drawn()),
+                    lambda _, reads: bool(reads.draws.generators()),
                 )
             if changed:
                 key, at = changed[0].key, _explain_change(changed[0])
@@ -167,11 +155,6 @@ class GlobalsRead(Watcher):
         """Empties the caches of functions that the run has called: they hold its tensors."""
         for cached in self._caches:
             cached.cache_clear()
-
-    def drawn(self) -> list[str]:
-        """The generators that have been drawn from."""
-        drawn = ["Python's random"] * (self._draws or random.getstate() != self._expected)
-        return drawn + ["numpy.random"] * (freeze(np.random.get_state()) != freeze(self._numpy))
 
     def has_changed(self, key: Hashable) -> bool:
         """Whether a global or cell is not what it was before."""
@@ -207,7 +190,7 @@ class GlobalsRead(Watcher):
     def _hook(self, frame: types.FrameType, event: str, function: Any) -> None:
         if event != "call":
             if event in ("c_call", "c_return") and issubclass(type(getattr(function, "__self__", None)), random.Random):
-                self._pass_over(frame, event)
+                self.draws.pass_over(frame, event == "c_call")
             elif event == "c_call" and function is print:
                 self._note_shown(frame, "print()")
             return
@@ -251,16 +234,6 @@ class GlobalsRead(Watcher):
             frame = frame.f_back
         if frame is not None and not is_installed(frame.f_code.co_filename):
             self.shown[line_of_frame(frame)] = f"{what}, which shows what there is when the model is traced"
-
-    def _pass_over(self, frame: types.FrameType, event: str) -> None:
-        """Takes a draw as none that beartype makes, which checks the type of one item of a container."""
-        if not frame.f_code.co_filename.startswith("<@beartype("):
-            return
-        if event == "c_call":
-            self._draws |= random.getstate() != self._expected
-        else:
-            self._expected = random.getstate()
-            self.checks += 1
 
     def _is_seen(self, method: Any) -> bool:
         """Whether it is noted what a method reads."""
