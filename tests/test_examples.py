@@ -75,7 +75,7 @@ def load(name: str) -> Any:
 
 
 class TestTrainGPT:
-    @pytest.mark.wide
+    @pytest.mark.slow
     def test_four_processes_follow_the_curve_of_one(self, tmp_path: Path) -> None:
         one, four = tmp_path / "one.png", tmp_path / "four.png"
         run("train_gpt.py", "--steps", "3", "--out", str(one))

@@ -368,7 +368,7 @@ class _Cutting(nn.Module):
         return self.last(h + h.new_ones(h.shape[1], 8)).tanh()
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_sizes_that_are_made_of_functions_are_not_compiled() -> None:
     torch.manual_seed(0)
     plain = _Cutting().double()

@@ -229,8 +229,7 @@ def _accuracy(found: Any) -> dict[str, float]:
     return {"accuracy": float((logits.argmax(-1)[:, :-1] == found.label_ids[:, 1:]).mean())}
 
 
-@pytest.mark.wide
-@pytest.mark.slow_where(lambda mesh: mesh == "pipeline")
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "other"), [("fsdp", "tensor_parallel"), ("pipeline", "fsdp")])
 def test_trainer(mesh: str, other: str, tmp_path: Path) -> None:
     expected = _trainer(None, str(tmp_path / "plain"), None, 4)

@@ -219,8 +219,7 @@ class Attention(Block):
         return x + self.down(self.up(flex_attention(rows, rows, rows, score_mod=lambda s, *_: s * scale)[:, 0, 0]))
 
 
-@pytest.mark.wide
-@pytest.mark.slow_where(lambda other: other == 3)
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [2, 3])
 def test_functions_of_flex_attention_are_compared(other: int, stacks: list[list[Stack]]) -> None:
     captured = _capture(Model(lambda i: Attention(i, 2 if i != 4 else other)))

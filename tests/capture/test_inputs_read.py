@@ -99,7 +99,7 @@ def _calls() -> tuple[list[float], int, list[str], str]:
     return off, len(list(model._kinds)), logs, words
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_each_value_is_a_kind_of_its_own() -> None:
     results = run_distributed(_calls, world_size=2)
     for off, kinds, _, words in results:

@@ -123,8 +123,7 @@ def _on_two_ranks(plan: str) -> dict[str, float]:
     return {f.__name__: difference(f, mesh=mesh_of(2), plan=plan, steps=1) for f in EQUAL}
 
 
-@pytest.mark.wide
-@pytest.mark.slow_where(lambda plan: plan != "fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
 def test_two_ranks(plan: str) -> None:
     for results in run_distributed(_on_two_ranks, plan, world_size=2):

@@ -44,6 +44,7 @@ LINEARS = [
 
 
 @pytest.mark.wide
+@pytest.mark.slow_where(lambda options: len(options) == 1)
 @pytest.mark.parametrize("options", [{"loss_chunks": 3}, {"microbatches": 2, "loss_chunks": 3}], ids=str)
 def test_models_that_return_logits_beside_their_loss(options: dict[str, int]) -> None:
     recipe = Recipe("llama", (2,), "fsdp", steps=2, max_norm=0.02, options=tuple(options.items()))

@@ -226,8 +226,7 @@ def test_gradients_of_inputs_are_differentiated_on_two_ranks(name: str, plan: st
         assert all(each["sharded"] or plan == "data_parallel" for each in found.values())
 
 
-@pytest.mark.wide
-@pytest.mark.slow_where(lambda plan: plan == "auto")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["auto", "fsdp_tensor_parallel"])
 def test_gradients_of_inputs_are_differentiated_on_two_axes(plan: str) -> None:
     for found in run_distributed(_all_uses, "attention", (2, 2), plan, {}, world_size=4):

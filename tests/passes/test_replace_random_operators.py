@@ -150,6 +150,7 @@ def _require_equal(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.wide_where(lambda name: name not in [*FUNCTIONS, *MODULES][1::8])
+@pytest.mark.slow_where(lambda name: name in [*FUNCTIONS, *MODULES][::2])
 @pytest.mark.parametrize("name", [*FUNCTIONS, *MODULES])
 def test_the_trace_draws_what_the_plain_model_does(name: str) -> None:
     torch.manual_seed(0)

@@ -197,6 +197,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.wide_where(lambda name: name not in list(FUNCTIONS)[::14])
+@pytest.mark.slow_where(lambda name: name in list(FUNCTIONS)[1::2])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_captured_functions_have_rules_and_the_same_numbers(name: str) -> None:
     model = _Case(FUNCTIONS[name])

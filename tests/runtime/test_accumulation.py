@@ -187,6 +187,7 @@ MICROBATCHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.wide_where(lambda ways, name: ([*MICROBATCHES].index(ways) + [*COUNTS].index(name)) % 3 > 0)
+@pytest.mark.slow_where(lambda ways, name: ([*MICROBATCHES].index(ways) + [*COUNTS].index(name)) % 3 > 1)
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("ways", MICROBATCHES)
 def test_a_count_weighs_what_it_is_whatever_holds_it(ways: str, name: str) -> None:

@@ -448,7 +448,7 @@ def _one_output() -> dict[str, Any]:
     return results
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_an_output_that_is_not_differentiated() -> None:
     for results in run_on_ranks(_one_output, world_size=4):
         assert len(results.pop("buckets")) == 3
