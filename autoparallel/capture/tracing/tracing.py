@@ -143,6 +143,14 @@ _FOLLOWED = {
 }
 
 
+_T = torch.Tensor
+_WITHOUT_VALUES = OF_FORM | {
+    torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.zeros_like,
+    _T.__len__, _T.get_device, _T.new_empty, _T.new_full, _T.new_ones, _T.new_zeros,
+}  # fmt: skip
+"""What makes nothing of a tensor's values, so that nothing of it has a gradient either."""
+
+
 class _Listener(TorchFunctionMode):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -152,7 +160,7 @@ class _Listener(TorchFunctionMode):
         if not self.trace.listening:
             return func(*args, **(kwargs or {}))
         handler = HANDLERS.get(func) or _FOLLOWED.get(func)
-        if func not in OF_FORM and handler is not HANDLERS[torch.Tensor.requires_grad_]:
+        if func not in _WITHOUT_VALUES and handler is not HANDLERS[torch.Tensor.requires_grad_]:
             self.trace.note_read((*args, *(kwargs or {}).values()))
         call = partial(handler or _run, self.trace, func)
         try:

@@ -507,3 +507,16 @@ class ThroughAHook(Two):
         h = self.a(x)
         h.register_hook(lambda g: g * 2)
         return grad(h.tanh().sum(), x, create_graph=True)[0]  # refused
+
+
+@program()
+class RequiresOneAfterItsForm(Two):
+    """What is made of a tensor's form has nothing of its values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(x) and x.dtype is torch.float64
+        noise = torch.zeros_like(x) + torch.full_like(x, 0.1) * x.new_ones(x.shape)
+        x.requires_grad_()
+        energy = self.b(torch.tanh(self.a(x + noise)))
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return force
