@@ -285,10 +285,11 @@ def _require_leaves(values: Sequence[Any]) -> None:
     """Raises where outputs do not nest in a way that is known."""
     for value in values:
         if not is_plain(value) and not isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+            is_cache = type(value).__module__.partition(".")[0] == "transformers"
             raise CaptureError(
                 f"the model returns a {type(value).__name__}, in which nobody can look for tensors\nWhat to change: "
-                "return tensors, tuples, lists and dicts of them, or objects that hold tensors and constants alone. "
-                f"Where it is a cache of transformers: {CURE}."
+                "return tensors, tuples, lists and dicts of them, or objects that hold tensors and constants alone."
+                f"{f' Where it is a cache of transformers: {CURE}.' * is_cache}"
             )
 
 

@@ -36,7 +36,7 @@ from autoparallel.operators.opaque import CONSTANTS
 MISSING: Any = object()
 """Stands for an attribute or a global that is not there."""
 
-_PLAIN = (*CONSTANTS, range, slice)
+_PLAIN = (*CONSTANTS, range, slice, np.generic)
 OPAQUE = (
     types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, nn.Module, property,
     staticmethod, classmethod, cached_property, type(cache(len)),
@@ -108,6 +108,8 @@ def freeze(value: Any, deep: bool = False, outer: tuple[int, ...] = ()) -> Hasha
         return kind, value  # as below: a container may hold thousands of them, and is compared at every call
     if isinstance(value, float | complex) and (value != value or not value):
         return kind, repr(value)  # 0.0 is equal to -0.0
+    if isinstance(value, np.generic):
+        return kind, value.tobytes()  # also where it is no number
     if is_plain(value):
         return kind, str(value) if isinstance(value, slice) else value
     if isinstance(value, torch.Tensor):
@@ -129,8 +131,6 @@ def freeze(value: Any, deep: bool = False, outer: tuple[int, ...] = ()) -> Hasha
         return Same(value), freeze(state_of(value))
     if isinstance(value, np.ndarray):
         return "array", value.shape, value.dtype.str, hash(value.tobytes())
-    if isinstance(value, np.generic):
-        return type(value), value.tobytes()
     if isinstance(value, partial):
         return "partial", freeze((value.func, value.args, value.keywords), deep, outer)
     if slots_of(value) and not is_data(value):

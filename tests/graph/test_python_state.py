@@ -326,10 +326,10 @@ class TestPythonState:
         state.add("gone", table, "gone")
         assert state.changed(()) is None
         table["a"] = True
-        assert state.changed(()) == "a" and state.describe("a") == ("1", "True")
+        assert state.changed(()) == "a" and state.describe("a") == ("a", "1", "True")
         table["a"] = 1
         table["b"][1]["c"] = 3.0
-        assert state.changed(()) == "b"
+        assert state.changed(()) == "b" and state.describe("b") == ("b[1]['c']", "2.0", "3.0")
         table["b"][1]["c"] = 2.0
         table["gone"] = 0
         assert state.changed(()) == "gone"

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.capture.programs.inplace import Two
 from tests.capture.registry import loop, program
 from tests.capture.runner import STEPS, Run, numbers, rows_and_targets, sgd
 
@@ -262,3 +263,12 @@ class ComputesOfAnArray(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
         return h * float(np.mean(h.detach().numpy()))  # refused
+
+
+@program()
+class NumbersOfNumpy(Two):
+    """One is returned, one kept."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any, Any]:
+        self.width = np.int64(x.shape[1])
+        return self.b(self.a(x)), np.float32(0.5), np.prod(x.shape[1:])
