@@ -24,13 +24,23 @@ class Forces(nn.Module):
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
         self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
 
-    def forward(self, x: Tensor) -> Tensor:
-        place = x.clone().requires_grad_()
+    def energy(self, place: Tensor) -> Tensor:
         h = self.first(place)
         for layer in self.layers:
             h = h + layer(h)
-        (slope,) = torch.autograd.grad(self.last(h).sum(), place, create_graph=True)
+        return self.last(h).sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self.energy(place), place, create_graph=True)
         return -slope
+
+
+class Transformed(Forces):
+    """The same by ``torch.func``, of each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -torch.func.vmap(torch.func.grad(self.energy))(x)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -40,10 +50,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _train(kind: str) -> tuple[float, float, int]:
+def _train(make: type[Forces], kind: str) -> tuple[float, float, int]:
     """How far losses and parameters are from those of a plain model; the number of traces."""
     torch.manual_seed(0)
-    plain = Forces().double()
+    plain = make().double()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp" if kind == "pipeline" else "dp",))
     model: Any = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=F.mse_loss, **OPTIONS[kind])
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
@@ -61,9 +71,10 @@ def _train(kind: str) -> tuple[float, float, int]:
     return max(losses), apart, len(model._kinds)
 
 
-@pytest.mark.wide_where(lambda kind: kind == "fsdp")
+@pytest.mark.wide_where(lambda make, kind: kind == "fsdp" or make is Transformed and kind != "pipeline")
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_they_are_those_of_one_process(kind: str) -> None:
-    for loss, parameters, traces in run_distributed(_train, kind, world_size=2):
+@pytest.mark.parametrize("make", [Forces, Transformed])
+def test_they_are_those_of_one_process(make: type[Forces], kind: str) -> None:
+    for loss, parameters, traces in run_distributed(_train, make, kind, world_size=2):
         assert loss < 1e-9 and parameters < 1e-9
         assert traces == 1
