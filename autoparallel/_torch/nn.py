@@ -89,7 +89,6 @@ def attention_kernels() -> tuple[str, ...]:
     return tuple(kernel.name for kernel in attention._cur_sdpa_kernel_backends(with_priority=True))
 
 
-pack_padded_sequence = torch._pack_padded_sequence
 IS_CAUSAL_MASK = (transformer, "_detect_is_causal_mask")
 """Where ``nn.TransformerEncoder`` and ``Decoder`` look up what compares a mask's values with those of a causal one."""
 
@@ -98,4 +97,4 @@ TRUNCATED_NORMAL = (torch.nn.init, "_no_grad_trunc_normal_")
 
 ORTHOGONAL = (torch.nn.init, "orthogonal_")
 
-__all__ = ["BackwardHook", "BatchNorm", "modules", "pack_padded_sequence"]  # torch's own, handed on
+__all__ = ["BackwardHook", "BatchNorm", "modules"]  # torch's own, handed on

@@ -16,5 +16,5 @@
   ``counts``: a ``bincount`` whose length is told;
   ``open_numbers``: functions of torch that fix numbers, composed of those that do not;
   ``numbers_read``: what Python reads, and ``inputs_read``: what of that follows from the inputs;
-  ``unique_values``: as many as there are.
+  ``unique_values``: as many as there are; ``packed_sequences``: for recurrent layers.
 """

@@ -31,6 +31,8 @@ from autoparallel.capture.tracing.drawn_numbers import DRAWS
 from autoparallel.capture.tracing.functions import function_apply
 from autoparallel.capture.tracing.numbers_read import NAMES as NUMBERS_READ
 from autoparallel.capture.tracing.open_numbers import NAMES as OPEN_NUMBERS
+from autoparallel.capture.tracing.packed_sequences import IMPORTED as OF_SEQUENCES
+from autoparallel.capture.tracing.packed_sequences import NAMES as PACKED_SEQUENCES
 from autoparallel.capture.tracing.positions import PACKED, masks_of_transformers, unless_counting
 from autoparallel.capture.tracing.seeding import NAMES as SEEDS
 from autoparallel.capture.tracing.spans import spans_of_transformers
@@ -289,6 +291,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *NUMBERS_READ,
     *OF_NUMBERS,
     *OPEN_NUMBERS,
+    *PACKED_SEQUENCES,
     *SEEDS,
     *TEXTS,
     *TRANSFORMS,
@@ -312,6 +315,7 @@ _IMPORTED = [
     *OF_MATH.values(),
     *OF_NUMPY.values(),
     *((function, stand_in) for _, _, function, stand_in in DRAWS),
+    *OF_SEQUENCES,
 ]
 """What modules may have imported from libraries, with what stands for it."""
 

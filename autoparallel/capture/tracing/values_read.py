@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.capture.tracing.open_numbers import with_newest
-from autoparallel.capture.tracing.trace import Trace, listening, refuse
+from autoparallel.capture.tracing.trace import Trace, listening
 from autoparallel.operators.ctc import ctc_losses
 
 
@@ -91,14 +91,6 @@ def _masked_select(_: Trace, func: Any, input: Tensor, mask: Tensor, **options: 
     return x[where]
 
 
-def _pack(*_: Any, **__: Any) -> NoReturn:
-    raise refuse(
-        "pack_padded_sequence reads the lengths of sequences",
-        "run the layer on padded sequences (unless it is bidirectional, what comes after an end changes nothing before "
-        "it), mask what it gives (h * mask), and gather() the states at the ends",
-    )
-
-
 def _ctc_loss(
     _: Trace,
     func: Any,
@@ -132,7 +124,6 @@ READING: dict[Any, Callable[..., Any]] = {
     torch.cov: _cov, Tensor.cov: _cov, torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef,
     torch.masked_select: _masked_select, Tensor.masked_select: _masked_select,
     torch.combinations: _combinations, torch.tensor: _tensor, torch.ctc_loss: _ctc_loss, F.ctc_loss: _ctc_loss,
-    _torch.nn.pack_padded_sequence: _pack,
 }  # fmt: skip
 """The functions, with what takes their place while a model is traced."""
 

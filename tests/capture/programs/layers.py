@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.capture.programs.inplace import Two
 from tests.capture.registry import loop, program
@@ -153,18 +152,6 @@ class AverageByData(nn.Module):
         for p, q in zip(self.online.parameters(), self.target.parameters(), strict=True):
             q.data = q.data * 0.9 + p.data * 0.1
         return self.online(x) - self.target(x)
-
-
-@program(batch=lambda step: (numbers(4, 8, seed=step), torch.tensor([2, 1, 4, 3]).roll(step)), refused="on padded")
-class PackedSequence(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.GRU(2, 8, batch_first=True)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(x.view(-1, 4, 2), lengths, batch_first=True, enforce_sorted=False)  # refused
-        out, _ = self.inner(packed)
-        return pad_packed_sequence(out, batch_first=True)[0]
 
 
 def packed(step: int) -> tuple[Any, ...]:

@@ -225,7 +225,7 @@ class CellWithGivenState(nn.Module):
         return torch.stack(outs, 1), h.detach(), c.detach()
 
 
-@program(batch=lambda step: (ids(4, 6, seed=step), torch.tensor([6, 4, 3, 1])), refused="on padded")
+@program(batch=lambda step: (ids(4, 6, seed=step), torch.tensor([6, 4, 3, 1])))
 class PackedWithFirstState(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class PackedWithFirstState(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         h0 = torch.zeros(1, x.size(0), 5)
-        packed = pack_padded_sequence(self.table(x), lengths, batch_first=True)  # refused
+        packed = pack_padded_sequence(self.table(x), lengths, batch_first=True)
         out, _ = self.rnn(packed, h0)
         return self.fc(pad_packed_sequence(out, batch_first=True)[0])
 

@@ -1,0 +1,148 @@
+"""Sequences of several lengths, packed for recurrent layers.
+
+torch sorts them and takes them apart by steps, so that the lengths decide sizes.  A trace has padded sequences instead:
+a recurrent layer goes over all steps, and what is behind an end changes nothing before it.  Backwards each sequence is
+turned around by itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import rnn
+
+from autoparallel.capture.tracing.trace import listening, refuse
+from autoparallel.graph.lines import line_of_frame
+
+_PACK, _PAD = rnn.pack_padded_sequence, rnn.pad_packed_sequence
+_FORWARDS: dict[type[nn.RNNBase], Any] = {cls: cls.forward for cls in (nn.LSTM, nn.GRU, nn.RNN)}
+_LAYERS: dict[str, Any] = {
+    "LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu
+}  # fmt: skip
+
+_CLOSED = 1e4
+"""What is added to a gate to open or close it altogether: its sigmoid is 1 or 0 in every dtype."""
+
+
+def _refuse(*_: Any) -> Any:
+    raise refuse(
+        "a PackedSequence is taken apart",
+        "use what pad_packed_sequence() makes of it, or the states that the layer gives",
+    )
+
+
+class PaddedSequence(rnn.PackedSequence):
+    """Stands for a ``PackedSequence``.
+
+    Attributes:
+        steps: the padded sequences, (steps, sequences, features).
+        lengths: of the sequences, (sequences,).
+    """
+
+    steps: Tensor
+    lengths: Tensor
+
+    def __new__(cls, steps: Tensor, lengths: Tensor) -> PaddedSequence:
+        sequence: PaddedSequence = tuple.__new__(cls, (None, None, None, None))
+        sequence.steps, sequence.lengths = steps, lengths
+        return sequence
+
+    data = batch_sizes = sorted_indices = unsorted_indices = property(_refuse)
+    __iter__ = __getitem__ = _refuse
+
+
+def _pack(x: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True) -> Any:
+    trace = listening()
+    if trace is None:
+        return _PACK(x, lengths, batch_first, enforce_sorted)
+    trace.left_out[line_of_frame(sys._getframe(1))] = "a check of the lengths of sequences"
+    return PaddedSequence(x.transpose(0, 1) if batch_first else x, torch.as_tensor(lengths, dtype=torch.int64))
+
+
+def _pad(
+    sequence: Any, batch_first: bool = False, padding_value: float = 0.0, total_length: int | None = None
+) -> tuple[Tensor, Tensor]:
+    if not isinstance(sequence, PaddedSequence):
+        return _PAD(sequence, batch_first, padding_value, total_length)
+    x, count = sequence.steps, sequence.steps.shape[0]
+    length = int(sequence.lengths.max()) if total_length is None else total_length
+    if padding_value:
+        x = torch.where(_are_within(x, sequence.lengths).unsqueeze(-1), x, padding_value)
+    if length != count:
+        more = x.new_full((max(length - count, 0), *x.shape[1:]), padding_value)
+        x = torch.cat([x[:length], more]) if length > count else x[:length]
+    return x.transpose(0, 1) if batch_first else x, sequence.lengths
+
+
+def _are_within(steps: Tensor, lengths: Tensor) -> Tensor:
+    """Whether a step is one of a sequence, (steps, sequences)."""
+    return torch.arange(steps.shape[0], device=steps.device).unsqueeze(1) < lengths.to(steps.device)
+
+
+def _forward(forward: Callable[..., Any], layer: nn.RNNBase, x: Any, hx: Any = None) -> Any:
+    if not isinstance(x, PaddedSequence):
+        return forward(layer, x, hx)
+    within, lengths = _are_within(x.steps, x.lengths), x.lengths.to(x.steps.device)
+    sides = 2 if layer.bidirectional else 1
+    sizes = [layer.proj_size or layer.hidden_size] + [layer.hidden_size] * (layer.mode == "LSTM")
+    if hx is None:
+        hx = [x.steps.new_zeros(layer.num_layers * sides, x.steps.shape[1], size) for size in sizes]
+    states = [hx] if isinstance(hx, Tensor) else hx
+    steps, ends = x.steps, []
+    for number in range(layer.num_layers):
+        results = []
+        for place in range(number * sides, (number + 1) * sides):
+            before = [state[place : place + 1] for state in states]
+            turned = _turn_around(steps, within, lengths) if place % sides else steps
+            result, *after = _run(layer.mode, turned, within, lengths, before, layer.all_weights[place])
+            results.append(_turn_around(result, within, lengths) if place % sides else result)
+            ends.append(after)
+        steps = torch.cat(results, -1) if sides == 2 else results[0]
+        if layer.dropout and number < layer.num_layers - 1:
+            steps = nn.functional.dropout(steps, layer.dropout, layer.training)
+    last = tuple([torch.cat(parts) for parts in zip(*ends, strict=True)])
+    return PaddedSequence(steps, x.lengths), last if layer.mode == "LSTM" else last[0]
+
+
+def _turn_around(steps: Tensor, within: Tensor, lengths: Tensor) -> Tensor:
+    """The sequences, each turned around from its end; what is behind the ends stays where it is."""
+    numbers = torch.arange(steps.shape[0], device=steps.device).unsqueeze(1)
+    places = torch.where(within, lengths - 1 - numbers, numbers)
+    return steps.gather(0, places.unsqueeze(-1).expand_as(steps))
+
+
+def _run(
+    mode: str, steps: Tensor, within: Tensor, lengths: Tensor, before: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """What one layer makes of the steps in one direction, with zeros behind the ends, and its states there."""
+    has_biases = len(weights) >= 4
+    run: Any = _LAYERS[mode]
+    options = (has_biases, 1, 0.0, False, False, False)
+    if mode == "LSTM":  # whose cells keep what they hold behind the end: one feature more opens or closes their gates
+        gates = torch.zeros(4, len(weights[0]) // 4, 1, dtype=steps.dtype, device=steps.device)
+        gates[0], gates[1] = -_CLOSED, _CLOSED
+        behind = (~within).to(steps.dtype).unsqueeze(-1)
+        weights = [torch.cat([weights[0], gates.flatten(0, 1)], 1), *weights[1:]]
+        result, _, *cells = run(torch.cat([steps, behind], -1), before, weights, *options)
+    else:
+        result, *cells = run(steps, before[0], weights, *options)[:1]
+    last = (lengths - 1).view(1, -1, 1).expand(1, -1, result.shape[-1])
+    return torch.where(within.unsqueeze(-1), result, 0.0), result.gather(0, last), *cells
+
+
+NAMES: tuple[tuple[Any, str, Any], ...] = (
+    (rnn, "pack_padded_sequence", _pack),
+    (rnn, "pad_packed_sequence", _pad),
+    *(
+        (cls, "forward", lambda *args, f=forward, **kwargs: _forward(f, *args, **kwargs))
+        for cls, forward in _FORWARDS.items()
+    ),
+)
+"""The names of torch that are replaced while a model is traced."""
+
+IMPORTED = ((_PACK, _pack), (_PAD, _pad))
+"""What modules may have imported, with what stands for it."""

@@ -1,0 +1,105 @@
+"""Sequences of several lengths that are packed for recurrent layers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import rnn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from tests.capture.registry import program
+from tests.capture.runner import numbers
+
+LENGTHS = torch.tensor([6, 2, 4, 1])
+
+
+def several(step: int) -> tuple[Tensor, Tensor]:
+    return numbers(4, 6, 8, seed=step), LENGTHS.roll(step)
+
+
+class Packs(nn.Module):
+    """Reads what comes out, and the states at the ends."""
+
+    make: Any = partial(nn.LSTM, 8, 5, batch_first=True)
+    total: int | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = self.make()
+        size, sides = self.rnn.proj_size or 5, 1 + self.rnn.bidirectional
+        self.each, self.last = nn.Linear(size * sides, 3), nn.Linear(size, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        out, states = self.rnn(packed)
+        padded, counts = pad_packed_sequence(out, batch_first=True, total_length=self.total)
+        hidden, cells = states if isinstance(states, tuple) else (states, states)
+        return self.each(padded), self.last(hidden).sum(0) + cells.sum(), counts
+
+
+@program(batch=several, ranks=True)
+class PacksForAnLSTM(Packs):
+    pass
+
+
+@program(batch=several, ranks=True)
+class PacksForBothDirections(Packs):
+    make = partial(nn.LSTM, 8, 5, 2, batch_first=True, bidirectional=True)
+    total = 6
+
+
+@program(batch=several)
+class PacksForAProjection(Packs):
+    make = partial(nn.LSTM, 8, 5, batch_first=True, bidirectional=True, proj_size=3)
+
+
+@program(batch=several)
+class PacksForAGRU(Packs):
+    make = partial(nn.GRU, 8, 5, 2, bias=False, batch_first=True, bidirectional=True)
+
+
+@program(batch=lambda step: (numbers(4, 6, 8, seed=step), torch.tensor([3, 1, 2, 3])), ranks=True)
+class PacksForAShorterOutput(Packs):
+    """None is as long as the padding: all of them together are shorter, and are padded with something else."""
+
+    make = partial(nn.RNN, 8, 5, nonlinearity="relu")
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        packed = rnn.pack_padded_sequence(x.transpose(0, 1), lengths.tolist(), enforce_sorted=False)
+        out, last = self.rnn(packed)
+        padded, _ = rnn.pad_packed_sequence(out, padding_value=-1.0)
+        longer, counts = rnn.pad_packed_sequence(out, total_length=9, padding_value=0.5)
+        return padded, longer.sum(0), last + counts.sum()
+
+
+@program(batch=several)
+class PooledOverSteps(Packs):
+    """The mean over the steps of each, with states that are given."""
+
+    make = partial(nn.GRU, 8, 5, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        out, last = self.rnn(packed, torch.ones(1, len(x), 5, dtype=x.dtype))
+        padded, counts = pad_packed_sequence(out, batch_first=True)
+        return self.each(padded.sum(1) / counts[:, None]), self.last(last), counts
+
+
+@program(batch=lambda step: (numbers(4, 6, 8, seed=step), torch.tensor([6, 4, 3, 1])), refused="pad_packed_sequence")
+class TakenApart(Packs):
+    """Each step counts once, whatever sequence it is of: of padded ones, more would."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
+        packed = pack_padded_sequence(x, lengths, batch_first=True)
+        out, _ = self.rnn(packed)
+        return self.each(out.data).mean(0)  # refused
+
+
+@program(batch=lambda step: (numbers(4, 6, 8, seed=step), torch.tensor([6, 4, 3, 1])), refused="pad_packed_sequence")
+class DropsOfPacked(Packs):
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
+        data, sizes, *_ = pack_padded_sequence(x, lengths, batch_first=True)  # refused
+        return self.each(self.rnn(rnn.PackedSequence(data.relu(), sizes))[0].data)
