@@ -412,6 +412,24 @@ MODULES_THEMSELVES: tuple[Any, str, Any] = (
 """What has torch not put proxies in the place of submodules, by the way to each, as soon as one has two names: a model
 would find that its modules are others than those among ``self.modules()``."""
 
+_CALL_MODULE = _ModuleStackTracer.call_module
+
+
+def _leave_module(self: _ModuleStackTracer, *args: Any) -> Any:
+    """Calls a module, and takes it from the stack where it raises, too."""
+    depth = len(self.module_stack)
+    try:
+        return _CALL_MODULE(self, *args)
+    except BaseException:
+        while len(self.module_stack) > depth:
+            self.module_stack.popitem()
+        raise
+
+
+MODULES_LEFT: tuple[Any, str, Any] = _ModuleStackTracer, "call_module", _leave_module
+"""What has a model catch what a module of it raises, and go on: torch would take what comes for a part of that module,
+and end at the end of the one around it."""
+
 OPERATORS_LISTED_ONCE: tuple[Any, str, Any] = (
     _export_utils, "_materialize_cpp_cia_ops", functools.cache(_export_utils._materialize_cpp_cia_ops)
 )  # fmt: skip

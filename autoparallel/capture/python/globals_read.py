@@ -432,6 +432,9 @@ class GlobalsRead(Watcher):
         """Notes what a module has that is no part of the model, as it may be called, and was not made by the call."""
         if not isinstance(value, torch.nn.Module) or is_observed(value) or id(value) in self._new_modules:
             return
+        if "_modules" not in vars(value):  # its __init__, or a copy's __setstate__, has only begun
+            self._new_modules.add(id(value))
+            return
         if (id(value), "all") not in self._roots and not is_of_tracing(value):
             for path, module in modules_apart(value, self._members).items():
                 read, write = partial(attributes_of, module), partial(set_attributes, module)

@@ -278,6 +278,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
         for name in ("int_", "guard_float")
     ],
     (_torch.export.ShapeEnv, "_set_replacement", _set_replacement),
+    _torch.export.MODULES_LEFT,
     _torch.export.MODULES_THEMSELVES,
     _torch.export.OPERATORS_LISTED_ONCE,
     _torch.numbers.ALLOWED,

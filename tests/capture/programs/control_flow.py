@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Iterator
@@ -314,6 +315,32 @@ class ModuleMadeInForward(nn.Module):
         if self.late is None:
             self.late = nn.Linear(8, 8, dtype=torch.float64)  # refused
         return self.late(self.a(x))
+
+
+class Pool(nn.Module):
+    """A layer without parameters, which a forward makes or copies; it is no module yet when its methods begin."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        self.double()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rate * x.mean(0)
+
+
+@program(ranks=True)
+class LayersMadeAndCopiedInForward(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = Pool(2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Pool(0.5)(self.a(x)) + copy.deepcopy(self.pool)(self.b(x))
 
 
 @program()

@@ -58,6 +58,19 @@ class ViewsOrReshapes(Two):
         return self.b(h)
 
 
+@program(ranks=True)
+class CallsLayersWithAndWithoutLengths(Two):
+    """Layers that take no lengths raise, and are called again without."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.a, self.b):
+            try:
+                x = layer(x, lengths=3)
+            except TypeError:
+                x = layer(x).tanh()
+        return x
+
+
 @program(batch=signed, refused="numpy|in the loop")
 class ReadsAnArrayOrGoesOn(Two):
     def forward(self, x: Tensor) -> Tensor:
