@@ -51,6 +51,9 @@ _MADE_LIKE = frozenset((
 ))  # fmt: skip
 """The functions whose results follow from the sizes and the dtype of a tensor, and from numbers."""
 
+_CASTS = frozenset((Tensor.to, Tensor.type_as))
+"""The functions whose results follow from a tensor and from the dtype of another one."""
+
 _OF_MEMORY = frozenset((
     torch.as_strided, torch.as_strided_, Tensor.as_strided, Tensor.as_strided_, Tensor.set_, Tensor.resize_,
     Tensor.resize_as_,
@@ -164,6 +167,8 @@ class InputsRead:
                 like = self._step(torch.empty, (self._source(args[0].shape),), {"dtype": args[0].dtype})
                 first, sources = [Result(like, 0)], mapped((args[1:], kwargs), self._source)
                 return (*first, *sources[0]), sources[1]
+            if func in _CASTS and len(args) > 1 and isinstance(args[1], Tensor):
+                args = args[0], args[1].dtype, *args[2:]
             sources = mapped((args, kwargs), self._source)
         except _NotOfInputsError:
             return None
@@ -242,8 +247,8 @@ class InputsRead:
         return value if number is None else number
 
     def read(self, function: Callable[..., Any], tensor: Any) -> Any:
-        """What a function reads of a tensor's values; None where they do not follow from inputs alone, or are no whole
-        numbers, of which there is another one in each batch."""
+        """What a function reads of a tensor's values; None where they do not follow from inputs alone, or follow from
+        some and are no whole numbers, of which there is another one in each batch."""
         try:
             source = self._source(tensor)
         except _NotOfInputsError:
@@ -264,7 +269,7 @@ class InputsRead:
             if self._draws:
                 return None
             answer = function(value.clone())
-        if not _is_whole(answer):
+        if not is_constant and not _is_whole(answer):
             return None
         if isinstance(answer, np.ndarray):
             answer.flags.writeable = False  # what is written to it would not reach the tensor

@@ -380,6 +380,27 @@ class Pools(nn.Module):
         return self.b(pooled)
 
 
+@program(ranks=True)
+class StepsOnAGrid(nn.Module):
+    """A solver with a fixed step: what Python reads of times follows from numbers, of which the trace has all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = torch.linspace(0, 1, 3).to(x)
+        count = torch.ceil((times[-1] - times[0]) / 0.3 + 1).item()
+        grid = torch.arange(0, count).type_as(times) * 0.3 + times[0]
+        grid[-1] = times[-1]
+        ends: list[Tensor] = [x]
+        for before, now in itertools.pairwise(grid):
+            x = x + (now - before) * self.a(x).tanh()
+            while len(ends) < len(times) and now >= times[len(ends)]:
+                ends.append(x)
+        return torch.stack(ends) * sum(times.tolist())
+
+
 @loop(ranks=True)
 def pools_of_graphs(run: Run) -> None:
     """As many nodes and edges as there are, which are no reason for a trace; the last batch has fewer graphs."""
