@@ -166,8 +166,14 @@ _MOST_ENTRIES = 8
 """Each new one is another kind of call."""
 
 
-def advice_on(value: Any) -> str:
-    """What to do with a value that calls change, instead."""
+def advice_on(before: Any, value: Any) -> str:
+    """What to do with a value that calls change, instead.
+
+    Args:
+        before: what stood there.
+    """
+    if (before is MISSING or before is None) and not isinstance(value, torch.Tensor | list | tuple):
+        return "set it in __init__, or call the plain model once before compile(), if only a first call sets it"
     if isinstance(value, torch.Tensor):
         return "register it as a buffer (self.register_buffer(name, tensor)) and update it, or return it and pass it in"
     if isinstance(value, bool):

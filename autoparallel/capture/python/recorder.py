@@ -359,7 +359,7 @@ class Recorder:
         entries = changes_of_remade(watched.entries.get(name), now, self.containers.given_in(label))
         if name in watched.reads and not is_first_value(before, now) and entries != {}:
             what = f"a call changes what it reads: {label} is {shown(before)} before it and {shown(now)} after it,"
-            changes = refusal(what, line, advice_on(now))
+            changes = refusal(what, line, advice_on(before, now))
             if entries and self._is_reached(watched):
                 self._changes |= {label_of_entry(label, key): (x, line, changes) for key, x in entries.items()}
             else:

@@ -470,6 +470,35 @@ def lora_added_later(run: Run) -> None:
         run.step(model, optimizer, step)
 
 
+class Criterion:
+    """A loss that is no module, as detectors have them."""
+
+    def __init__(self, size: int) -> None:
+        self.places = torch.arange(size, dtype=torch.float64)
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return (h * self.places).square().mean()
+
+
+@program(refused="call the plain model once before compile")
+class MakesItsCriterionInTheFirstCall(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion: Criterion | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.criterion is None:
+            self.criterion = Criterion(8)  # refused
+        return self.criterion(self.a(x))
+
+
+@program(ranks=True)
+class HasMadeItsCriterion(MakesItsCriterionInTheFirstCall):
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()(torch.zeros(1, 8, dtype=torch.float64))
+
+
 @program()
 class LocalsOfAClosure(Two):
     """Cells that a call makes and leaves: of a generator in another one, of a local function that counts."""
