@@ -14,7 +14,7 @@ Merged:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -271,6 +271,7 @@ class _Merged:
         names = enumerate([spec.arg.name for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT])
         place = 0
         constants = [spec for spec in signature.input_specs if spec.kind == InputKind.CONSTANT_TENSOR]
+        self._merge_literals({str(spec.target): ours[spec.arg.name] for spec in constants})
         for spec in self.second.graph_signature.input_specs:
             node = theirs.get(spec.arg.name)
             if spec.kind == InputKind.USER_INPUT:
@@ -290,12 +291,20 @@ class _Merged:
                 raise why from ValueError("sizes differ")
             self.twins[node] = twin
 
+    def _merge_literals(self, places: Mapping[str, fx.Node]) -> None:
+        """What reads a constant that the first has made of numbers reads the first one that is equal, as what the
+        second reads finds that."""
+        names = [name for name in places if name in self.literals[0]]
+        for name in names:
+            same = next(other for other in names if _are_equal(*(self.first.constants[x] for x in (other, name))))
+            places[name].replace_all_uses_with(places[same])
+
     def _is_one(self, name: str, other: str) -> bool:
         """Whether a constant of the first and one of the second are one tensor."""
         a, b = self.first.constants[name], self.second.constants[other]
         if name not in self.literals[0] or other not in self.literals[1]:
             return a is b
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+        return _are_equal(a, b)
 
     def _add_constant(self, node: fx.Node | None, spec: InputSpec) -> fx.Node | None:
         """Gives the first a constant of the second."""
@@ -432,3 +441,8 @@ class _Merged:
         behind = ours[-1] if ours else self.questions[0]
         items = insert_call(behind, target, arguments, [x for x, _ in joints], marks_of(self.questions[0]))
         return dict(zip(joints, items, strict=True))
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    """Whether two constants hold the same."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

@@ -37,6 +37,17 @@ class OneOfTwoValues(Two):
 
 
 @program(batch=signed, ranks=True)
+class AsksWhatEqualNumbersDecide(Two):
+    """Two constants before the question are of one number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) * torch.tensor(0.5, dtype=x.dtype)
+        if h.sum() * torch.tensor(0.5, dtype=x.dtype) > 0:
+            h = self.b(h)
+        return h.tanh()
+
+
+@program(batch=signed, ranks=True)
 class OneOfTwoWeights(Two):
     def forward(self, x: Tensor) -> Tensor:
         layer = self.a if x.sum() > 0 else self.b
