@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pack_sequence
 
 import autoparallel
 from tests.runtime.support import Net, batch, gradients_off, make, mesh_of, off, raised, run_on_ranks
@@ -73,6 +74,7 @@ def _inputs() -> dict[str, Any]:
     results["kinds"] = len(model._kinds) - kinds
     results["array"] = raised(lambda: model(x.numpy(), y))
     results["deep"] = raised(lambda: model({"x": [np.zeros(3)]}, y))
+    results["packed"] = raised(lambda: model(pack_sequence([x[0], x[1, :3]], enforce_sorted=False), y))
     results["sparse"] = raised(lambda: model(x.to_sparse(), y))
     results["dtype"] = raised(lambda: model(x.float(), y))
     results["target"] = raised(lambda: model(x, y.numpy()))
@@ -99,6 +101,7 @@ def test_structures_of_tensors(found: dict[str, Any]) -> None:
         ("array", "the argument batch is a numpy array: give torch.from_numpy"),
         ("deep", "the argument batch['x'][0] is a numpy array"),
         ("target", "(the target) is a numpy array"),
+        ("packed", "pack them in forward"),
         ("sparse", "the argument batch is not dense (torch.sparse_coo)"),
         ("dtype", "It was called with batch [8, 8] float32, the target [8, 4] float64."),
         ("wrapped", "cannot be wrapped in DistributedDataParallel"),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
@@ -105,6 +106,11 @@ class CallReader:
                 local[i] = from_host(leaf, mesh)
             if why := _unfit(leaf, mesh):
                 problem = f"{self._name(args, kwargs, i)} {why}"
+        if any(isinstance(x, PackedSequence) for x in (*args, *kwargs.values())):
+            problem = (
+                "a PackedSequence is passed in\n"
+                "What to change: pass in padded sequences and their lengths, and pack them in forward."
+            )
         specs, batch = describe_inputs(leaves[:count])
         if batch == 0 and any(isinstance(s, InputSpec) and s.shape[:1] == (0,) for s in specs):
             problem = "the batch is empty: its first tensor has 0 rows\nWhat to change: leave such batches out."
