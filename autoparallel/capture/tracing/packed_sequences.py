@@ -55,12 +55,12 @@ class PaddedSequence(rnn.PackedSequence):
     __iter__ = __getitem__ = _refuse
 
 
-def _pack(x: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True) -> Any:
+def _pack(input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True) -> Any:
     trace = listening()
     if trace is None:
-        return _PACK(x, lengths, batch_first, enforce_sorted)
+        return _PACK(input, lengths, batch_first, enforce_sorted)
     trace.left_out[line_of_frame(sys._getframe(1))] = "a check of the lengths of sequences"
-    return PaddedSequence(x.transpose(0, 1) if batch_first else x, torch.as_tensor(lengths, dtype=torch.int64))
+    return PaddedSequence(input.transpose(0, 1) if batch_first else input, torch.as_tensor(lengths, dtype=torch.int64))
 
 
 def _pad(
@@ -83,9 +83,10 @@ def _are_within(steps: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(steps.shape[0], device=steps.device).unsqueeze(1) < lengths.to(steps.device)
 
 
-def _forward(forward: Callable[..., Any], layer: nn.RNNBase, x: Any, hx: Any = None) -> Any:
-    if not isinstance(x, PaddedSequence):
-        return forward(layer, x, hx)
+def _forward(forward: Callable[..., Any], layer: nn.RNNBase, input: Any, hx: Any = None) -> Any:
+    if not isinstance(input, PaddedSequence):
+        return forward(layer, input, hx)
+    x = input
     within, lengths = _are_within(x.steps, x.lengths), x.lengths.to(x.steps.device)
     sides = 2 if layer.bidirectional else 1
     sizes = [layer.proj_size or layer.hidden_size] + [layer.hidden_size] * (layer.mode == "LSTM")

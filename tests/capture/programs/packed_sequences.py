@@ -82,9 +82,9 @@ class PooledOverSteps(Packs):
     make = partial(nn.GRU, 8, 5, batch_first=True)
 
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        out, last = self.rnn(packed, torch.ones(1, len(x), 5, dtype=x.dtype))
-        padded, counts = pad_packed_sequence(out, batch_first=True)
+        packed = pack_padded_sequence(input=x, lengths=lengths, batch_first=True, enforce_sorted=False)
+        out, last = self.rnn(input=packed, hx=torch.ones(1, len(x), 5, dtype=x.dtype))
+        padded, counts = pad_packed_sequence(sequence=out, batch_first=True)
         return self.each(padded.sum(1) / counts[:, None]), self.last(last), counts
 
 
