@@ -12,6 +12,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._decomp import decomposition_table
 from torch._export.verifier import Verifier
 from torch.fx.experimental import sym_node
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
@@ -118,6 +119,21 @@ class _Functions(type):
 class _Function(metaclass=_Functions):
     """The kind of these functions."""
 
+
+_TO_COPY = torch.ops.aten._to_copy.default
+_COPY = decomposition_table[_TO_COPY]
+
+
+@functools.wraps(_COPY)  # torch asks for the module of what it finds
+def _to_copy(x: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Any:
+    """As torch copies a tensor or a number that is known; ``vmap`` copies open ones, too, to the dtype of the scalar
+    that each part computes with them."""
+    if isinstance(x, torch.SymInt | torch.SymFloat):
+        return torch.full((), x, dtype=dtype, device=device)  # type: ignore[call-overload]
+    return _COPY(x, dtype=dtype, device=device, **options)
+
+
+decomposition_table[_TO_COPY] = _to_copy
 
 ALLOWED: tuple[Any, str, Any] = (
     Verifier, "allowed_op_types", lambda _: (torch._ops.OpOverload, torch._ops.HigherOrderOperator, _Function)
