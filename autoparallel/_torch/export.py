@@ -20,10 +20,13 @@ from torch._decomp import decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._export import utils as _export_utils
 from torch._functorch.autograd_function import autograd_function_apply as function_apply
+from torch._higher_order_ops.effects import with_effects
 from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.export import ExportedProgram
+from torch.export._remove_effect_tokens_pass import _remove_effect_tokens
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import (
     _ModuleStackTracer,
@@ -187,6 +190,16 @@ def one_layer_lstm(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch
     """A trace's LSTM, with states of the shape [rows, width]: before 2.13 torch's have a dim more."""
     outputs, (hidden, cell) = _ONE_LAYER_LSTM(*args, **kwargs)
     return outputs, (hidden.flatten(0, -2), cell.flatten(0, -2))
+
+
+def find_effects(graph: fx.Graph) -> list[fx.Node]:
+    """The calls to which torch gives tokens that keep their order: a token, an operator and its arguments."""
+    return list(graph.find_nodes(op="call_function", target=with_effects))
+
+
+def without_effects(program: ExportedProgram) -> ExportedProgram:
+    """A program without tokens, and without those calls whose results nobody reads."""
+    return _remove_effect_tokens(program)
 
 
 def make_fake_mode() -> FakeTensorMode:

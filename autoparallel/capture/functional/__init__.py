@@ -2,7 +2,7 @@
 
 - ``functional``: a trace as values; ``composites``: what stands for operators that are composed of others and have no
   rule; ``in_place``: writes to memory of which there is one name, as new values; ``batch_norms``,
-  which write and do not say so.
+  which write and do not say so; ``factorizations``: those of ``vmap``, which raise their errors.
 - ``passes``: the passes of a capture, in their order.
 - ``outputs``: says which output is the loss.
 - ``ways``: those that a call may take by a tensor's value, as one program; ``way_graphs``: what is read of their

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.capture.functional.batch_norms import write_statistics
 from autoparallel.capture.functional.composites import compositions, is_unknown_composite
+from autoparallel.capture.functional.factorizations import restore_errors
 from autoparallel.capture.functional.in_place import (
     cast_copies,
     give_last_values,
@@ -61,7 +62,7 @@ def make_functional(program: ExportedProgram) -> ExportedProgram:
         for node in program.graph.find_nodes(op="placeholder"):
             _torch.export.forget_constant(node.meta["val"])
         _name_once(program)
-        return program.run_decompositions(compositions(program.graph_module))
+        return restore_errors(program.run_decompositions(compositions(program.graph_module)))
     give_last_values(program)
     _take_apart(program.graph, [node for node in program.graph.nodes if _is_composed_of_views(node.target)])
     _share_sizes(program)
