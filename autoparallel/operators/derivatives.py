@@ -61,6 +61,11 @@ def _layer_norm(
     return _weigh(_normalise(x, [*range(-len(shape), 0)], eps), weight, bias)
 
 
+def _native_layer_norm(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """What ``vmap`` has in the place of a layer norm."""
+    return (_layer_norm(x, *rest),)
+
+
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Tensor:
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     return _weigh(x * (x.square().mean([*range(-len(shape), 0)], keepdim=True) + eps).rsqrt(), weight, None)
@@ -101,6 +106,7 @@ def _dropout(x: Tensor, p: float, number: int) -> Tensor:
 
 COMPOSED: dict[Any, Callable[..., Any]] = {
     aten.layer_norm.default: _layer_norm,
+    aten.native_layer_norm.default: _native_layer_norm,
     aten.rms_norm.default: _rms_norm,
     aten.group_norm.default: _group_norm,
     aten.instance_norm.default: _instance_norm,

@@ -81,6 +81,20 @@ def test_it_is_differentiated_as_autograd_does(function: Callable[[Tensor, Tenso
         torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("norm", [F.layer_norm, lambda *x: torch.native_layer_norm(*x, None, 1e-5)[0]])  # vmap's
+def test_third_derivatives_of_a_layer_norm_are_those_of_its_formula(norm: Callable[..., Tensor]) -> None:
+    x, w = (torch.randn(n).double().requires_grad_() for n in ([4, 8], [8]))
+    module = _traced(_Slope(lambda x, w: norm(x, [8], w).tanh(), 2))
+    write_derivatives(module)
+    module.recompile()
+    centred = x - x.mean(-1, keepdim=True)
+    want = (centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w).tanh()
+    for _ in range(2):
+        (want,) = torch.autograd.grad((want * w).sum(), x, create_graph=True)
+    gradients = (torch.autograd.grad(y.square().sum(), (x, w)) for y in (module(x, w)[0], want))
+    torch.testing.assert_close(*gradients)
+
+
 def test_what_a_hook_would_change_is_refused() -> None:
     def hooked(x: Tensor, w: Tensor) -> Tensor:
         h = x * w
