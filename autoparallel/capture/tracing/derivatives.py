@@ -52,9 +52,9 @@ def differentiate(
     """Stands for ``torch.autograd.grad`` (see [Note: derivatives inside])."""
     if _torch.transforms.is_transforming():
         raise refuse(
-            "a gradient is taken inside of torch.func.jvp, jacfwd or vmap",
-            "use torch.func.grad, vjp or jacrev, which become parts of the program, also inside of vmap, or write the "
-            "derivative out",
+            "torch.autograd.grad is called inside of torch.func.jvp, jacfwd or vmap",
+            "use torch.func.grad, vjp or jacrev, which become parts of the program, also inside of vmap; for many "
+            "vectors, call torch.autograd.grad(..., is_grads_batched=True) outside of vmap",
         )
     if _calls_functions(trace):  # from whose results autograd does not get to what they are made of
         raise refuse(

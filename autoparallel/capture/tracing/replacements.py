@@ -28,7 +28,7 @@ from autoparallel.capture.tracing.backward_hooks import backward_hook
 from autoparallel.capture.tracing.checks import NAMES as ASKED
 from autoparallel.capture.tracing.collectives import NAMES as COLLECTIVES
 from autoparallel.capture.tracing.drawn_numbers import DRAWS
-from autoparallel.capture.tracing.functions import function_apply
+from autoparallel.capture.tracing.functions import function_apply, function_under_vmap
 from autoparallel.capture.tracing.numbers_read import NAMES as NUMBERS_READ
 from autoparallel.capture.tracing.open_numbers import NAMES as OPEN_NUMBERS
 from autoparallel.capture.tracing.packed_sequences import IMPORTED as OF_SEQUENCES
@@ -270,6 +270,7 @@ _ENTER_INFERENCE, _EXIT_INFERENCE = torch.inference_mode.__enter__, torch.infere
 _ENTER_SAVED, _EXIT_SAVED = _SAVED.__enter__, _SAVED.__exit__
 _NAMES: tuple[tuple[Any, str, Any], ...] = (
     (_torch.autograd.SingleLevelFunction, "apply", classmethod(function_apply)),
+    (torch.autograd.function, "custom_function_call", function_under_vmap),
     (_torch.nn.modules, "BackwardHook", backward_hook),
     (_torch.export.decompositions, "one_layer_lstm", _torch.export.one_layer_lstm),
     (_torch.export.SymNode, "guard_bool", _guard_bool),

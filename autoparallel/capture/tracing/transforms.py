@@ -9,7 +9,7 @@ own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from autoparallel.capture.tracing.trace import listening, refuse
 _GRAD_AND_VALUE: Any = transforms.TRANSFORMS.grad_and_value_impl
 _VJP: Any = transforms.TRANSFORMS._vjp_with_argnums
 _JVP: Any = transforms.TRANSFORMS._jvp_with_argnums
+_REMOVE: Any = transforms.VMAP._remove_batch_dim
 
 
 def with_dims(tensor: Tensor, sizes: dict[int, Any]) -> Tensor:
@@ -150,6 +151,13 @@ def _jvp(
     return results if before else _detach(results)
 
 
+def _remove_batch_dim(tensor: Tensor, level: int, size: Any, dim: int) -> Tensor:
+    """Torch moves the dim of the parts to its place by a call that a trace takes for one of a constant."""
+    if dim == 0 or listening() is None:
+        return cast(Tensor, _REMOVE(tensor, level, size, dim))
+    return cast(Tensor, _REMOVE(tensor, level, size, 0)).movedim(0, dim)
+
+
 def _detach(results: Any) -> Any:
     return pytree.tree_map_only(Tensor, Tensor.detach, results)
 
@@ -158,5 +166,6 @@ NAMES: tuple[tuple[Any, str, Any], ...] = (
     (transforms.TRANSFORMS, "grad_and_value_impl", _grad_and_value),
     (transforms.TRANSFORMS, "_vjp_with_argnums", _vjp),
     (transforms.TRANSFORMS, "_jvp_with_argnums", _jvp),
+    (transforms.VMAP, "_remove_batch_dim", _remove_batch_dim),
 )
 """The names of torch that are replaced while a model is traced."""

@@ -11,6 +11,7 @@ from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, j
 
 from tests.capture.programs.inplace import Two
 from tests.capture.registry import program
+from tests.capture.runner import numbers
 
 
 class Field(Two):
@@ -311,3 +312,86 @@ class TooManyRows(Field):
     def forward(self, x: Tensor) -> Tensor:
         wide = jacrev(lambda z: self.a(z).repeat(1, 33))(x)  # refused
         return self.b(x) + wide.sum()
+
+
+@program(ranks=True)
+class NumbersBesideScalarsOfParts(Field):
+    """``vmap`` makes tensors of numbers that one computes with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def energy(row: Tensor) -> Tensor:
+            e = self.energy(row)
+            return 2 * e + (e * e) / 3 + e.sqrt() ** 1.5 - torch.where(e > 1, e, 0.1)
+
+        return vmap(grad(energy))(x).sum(1) + vmap(lambda row: 2 * self.energy(row.float().double()))(x)
+
+
+@program(batch=lambda step: (numbers(4, 8, seed=step), step + 2, 0.1 * (step + 1)))
+class OpenNumbersBesideScalarsOfParts(Field):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor, power: int, rate: float) -> Tensor:
+        def energy(row: Tensor) -> Tensor:
+            self.calls += 1
+            return self.energy(row) * power / rate + self.calls
+
+        return vmap(grad(energy))(x).sum(1) + vmap(energy)(x)
+
+
+@program()
+class SinglePrecisionOfParts(Field):
+    def forward(self, x: Tensor) -> Tensor:
+        scalars = vmap(lambda row: 0.1 * row.float().square().sum() + 1)(x)
+        return self.a(x) * scalars.double().unsqueeze(1) + self.b(x)
+
+
+@program(ranks=True)
+class AccelerationsOfALagrangian(Field):
+    """Solved for each row: ``vmap`` takes apart what factorizes into that and an error."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def acceleration(row: Tensor) -> Tensor:
+            curvature = hessian(self.energy)(row)
+            mass = curvature @ curvature.t() + torch.eye(8)
+            force = grad(self.energy)(row)
+            inverse = torch.linalg.inv(mass) @ torch.linalg.cholesky(mass)
+            return torch.linalg.solve(mass, force) + inverse @ force + torch.linalg.lu_factor(mass)[0].sum()
+
+        return vmap(acceleration)(x)
+
+
+@program(ranks=True)
+class DerivativesOfSolutions(Field):
+    """A factorization is a part of what is differentiated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def energy(row: Tensor) -> Tensor:
+            matrix = torch.outer(row, row) + 8 * torch.eye(8) + self.a.weight @ self.a.weight.t()
+            return torch.linalg.solve(matrix, self.b(row)).sum() + torch.linalg.inv(matrix).square().sum()
+
+        return vmap(grad(energy))(x)
+
+
+@program()
+class ResultsAlongOtherDims(Field):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        times = torch.linspace(0.0, 1.0, 5, dtype=x.dtype)
+        path = vmap(lambda time: torch.tanh(self.a(x) * time), out_dims=1)(times)
+        pairs = vmap(lambda row, w: {"a": self.b(row), "b": (row * w).sum()}, (0, None), {"a": -1, "b": 0})(x, x[0])
+        return path, pairs["a"] * pairs["b"]
+
+
+@program(refused="is_grads_batched=True")
+class ProductsWithVectorsUnderVmap(Field):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        y = self.b(x)
+        return vmap(lambda v: torch.autograd.grad(y, x, v, create_graph=True)[0])(y[None])  # refused
+
+
+@program(refused="call it for all parts at once")
+class FunctionOfItsOwnUnderVmap(Field):
+    def forward(self, x: Tensor) -> Tensor:
+        return vmap(lambda row: Doubles.apply(self.a(row)))(x)  # refused
