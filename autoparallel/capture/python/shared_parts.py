@@ -24,7 +24,8 @@ from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.labels import label_in, label_of_entry
 from autoparallel.graph.python_state import is_data
 
-_STATELESS = (ModuleType, type(threading.Lock()), type(threading.RLock()), threading.Condition)
+_LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore)
+_STATELESS = (ModuleType, *_LOCKS)
 _ONCE = (IOBase, Queue, SimpleQueue, Executor, threading.Thread)
 
 

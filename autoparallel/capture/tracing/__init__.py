@@ -13,7 +13,7 @@
   ``collectives``: what a model sends itself;
   ``drawn_numbers`` and ``drawn_scalars``: what is drawn one by one; ``seeding``: generators that a model sets;
   ``tensor_attributes``: what the user has set on tensors; ``values_read``: what torch's own functions read of values;
-  ``counts``: a ``bincount`` whose length is told;
+  ``counts``: a ``bincount`` whose length is told; ``threads``: those that a model starts;
   ``open_numbers``: functions of torch that fix numbers, composed of those that do not;
   ``numbers_read``: what Python reads, and ``inputs_read``: what of that follows from the inputs;
   ``unique_values``: as many as there are; ``packed_sequences``: for recurrent layers.

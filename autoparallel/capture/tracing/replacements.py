@@ -37,6 +37,7 @@ from autoparallel.capture.tracing.positions import PACKED, masks_of_transformers
 from autoparallel.capture.tracing.seeding import NAMES as SEEDS
 from autoparallel.capture.tracing.spans import spans_of_transformers
 from autoparallel.capture.tracing.texts import NAMES as TEXTS
+from autoparallel.capture.tracing.threads import NAMES as THREADS
 from autoparallel.capture.tracing.trace import CURRENT, listening, refuse, refused_function
 from autoparallel.capture.tracing.transforms import NAMES as TRANSFORMS
 from autoparallel.capture.tracing.values_read import NAMES as VALUES_READ
@@ -296,6 +297,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *PACKED_SEQUENCES,
     *SEEDS,
     *TEXTS,
+    *THREADS,
     *TRANSFORMS,
     *VALUES_READ,
     (*_torch.export.VALIDATE_DEVICE, _validate_device),

@@ -109,6 +109,11 @@ def condition_and_event(run: Run) -> None:
     run.note("ready", model.ready.is_set())
 
 
+@loop()
+def semaphore_around_forward(run: Run) -> None:
+    _train(run, Guarded(threading.BoundedSemaphore(2)))
+
+
 class Functional(Holds):
     def forward(self, x: Tensor) -> Tensor:
         return self.part.gelu(super().forward(x))
@@ -175,13 +180,35 @@ class WritesATextAroundIt(Holds):
         return super().forward(x)
 
 
-@program(refused="use it outside of the model")
+@program(refused="start it outside of the model")
 class SubmitsToThreads(Holds):
     def __init__(self) -> None:
         super().__init__(ThreadPoolExecutor(1))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.part.submit(super().forward, x).result()  # refused
+
+
+@program(refused="start it outside of the model")
+class StartsAThread(Holds):
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def forward(self, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=self.part.append, args=(1,))
+        thread.start()  # refused
+        thread.join()
+        return super().forward(x)
+
+
+@program(refused="start it outside of the model")
+class RunsInAPoolOfItsOwn(Holds):
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(2) as pool:
+            return sum(pool.map(self.layer, x.chunk(2)), torch.zeros(()))  # refused
 
 
 @program(refused="take the value outside of the model")
