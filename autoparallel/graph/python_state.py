@@ -401,10 +401,14 @@ def shown(value: Any) -> str:
 
 
 def _shown_frozen(value: Hashable, now: Any) -> str:
-    """What a value was that is frozen; where that cannot be told, what such a value is now."""
-    if not isinstance(value, tuple) or value[0] not in _SIMPLE:
-        return shown(now)
-    return str(value[1]) if value[0] is float else repr(value[1])
+    """What a value was that is frozen, None where there was none; where that cannot be told, what such a value is
+    now."""
+    kind, *content = value if isinstance(value, tuple) else (value,)
+    if isinstance(kind, Same) or kind is None:
+        return shown(MISSING if kind is None else kind.value)
+    if kind in _SIMPLE:
+        return str(content[0]) if kind is float else repr(content[0])
+    return f"a {kind.__name__} of {len(content[0])}" if len(content) == 2 else shown(now)  # with what is beside it
 
 
 def _installed_as(filename: str) -> str | None:

@@ -318,6 +318,22 @@ def test_what_a_garbage_collection_calls_is_no_part_of_the_model() -> None:
 
 
 class TestPythonState:
+    def test_an_entry_that_has_changed_is_said_with_what_it_was(self) -> None:
+        table: dict[str, Any] = {"cfg": {"act": len, "sizes": [1, 2], "rates": {"a": 0.5}}}
+        state = PythonState()
+        state.add("cfg", table, "cfg")
+        table["cfg"]["rates"]["a"] = 0.25
+        assert state.describe("cfg") == ("cfg['rates']['a']", "0.5", "0.25")
+        table["cfg"]["rates"]["a"] = 0.5
+        table["cfg"]["act"] = sum
+        assert state.describe("cfg") == ("cfg['act']", "len", "sum")
+        table["cfg"]["act"] = len
+        table["cfg"]["sizes"].append(3)
+        assert state.describe("cfg") == ("cfg['sizes']", "a list of 2", "a list of 3")
+        table["cfg"]["sizes"].pop()
+        table["cfg"]["new"] = 1
+        assert state.describe("cfg") == ("cfg['new']", "nothing", "1")
+
     def test_values_are_compared_with_their_types(self) -> None:
         table: dict[str, Any] = {"a": 1, "b": [1, {"c": 2.0}]}
         state = PythonState()
