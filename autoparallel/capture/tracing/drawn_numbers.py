@@ -160,7 +160,7 @@ def _draw_below(trace: Trace, source: str, below: int, line: str) -> Any:
         if _torch.export.place_in_trace()[0] is not None:
             raise depends_on_draws(trace, source)
         trace.ranges.append((source, lambda: trace))  # a run goes on, so that a call is given all of them at once
-    return 0
+    return (len(trace.ranges) - 1) % below  # another one each time: a model may draw until it has another
 
 
 class _Generator(random.Random):

@@ -69,6 +69,18 @@ class SamplesLayers(Deep):
 
 
 @program(ranks=True, loop=seven_steps, observe=upcoming)
+class DrawsUntilItHasAnother(Two):
+    """Of many, ``sample`` draws again what it has already."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = other = random.randrange(3)
+        while other == first:
+            other = random.randrange(3)
+        places = random.sample(range(30), 2)
+        return self.b(self.a(x)[:, [first, other]].repeat(1, 4)) * (places[0] != places[1])
+
+
+@program(ranks=True, loop=seven_steps, observe=upcoming)
 class ComputesWithWholeNumbers(Two):
     """They stay open where the model only computes with them: levels of noise."""
 
