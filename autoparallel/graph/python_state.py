@@ -300,7 +300,10 @@ class PythonState:
             value, before = guard.read(), guard.shown
             now = shown(value)
             frozen = guard.value
-            while entry := next(_entries_changed(frozen, value, label, guard.deep), None):
+            for _ in range(_DEEPEST):  # a list may be in itself
+                entry = next(_entries_changed(frozen, value, label, guard.deep), None)
+                if entry is None:
+                    break
                 label, frozen, value = entry
                 before, now = _shown_frozen(frozen, value), shown(value)
         return label, before, now if now != before else f"another {now.removeprefix('a ')}"
