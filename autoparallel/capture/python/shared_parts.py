@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from io import IOBase
 from queue import Queue, SimpleQueue
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from autoparallel.graph.labels import label_in, label_of_entry
 from autoparallel.graph.python_state import is_data
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore)
-_STATELESS = (ModuleType, *_LOCKS)
+_STATELESS = (ModuleType, MappingProxyType, *_LOCKS)
 _ONCE = (IOBase, Queue, SimpleQueue, Executor, threading.Thread)
 
 

@@ -71,12 +71,13 @@ def log_change(changes: Sequence[tuple[str, PythonState]], seconds: float) -> No
                 "call, and pass it in as a tensor", label, MANY_VALUES + 1,
             )  # fmt: skip
         return
+    entry, before, now = state.describe(label)
     LOGGER.warning(
-        "%s has changed from %s to %s: the model was captured and planned once more, in %.1f s",
-        *state.describe(label), seconds,
+        "%s has changed from %s to %s: the model was captured and planned once more, in %.1f s", entry, before, now,
+        seconds,
     )  # fmt: skip
     if is_many:
         LOGGER.warning(
             "%s has had %d values by now, each with a trace of its own: make it a tensor, such as a registered "
-            "buffer that is updated in place, so that one trace serves all", label, MANY_VALUES + 1,
+            "buffer that is updated in place, so that one trace serves all", entry, MANY_VALUES + 1,
         )  # fmt: skip

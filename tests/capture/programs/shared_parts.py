@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -137,6 +137,21 @@ def module_of_settings_as_an_attribute(run: Run) -> None:
     compiled = run.compile(Reads(settings).double())
     for step in range(STEPS):
         settings.scale, settings.Inner.slope = 1.0 + step // 2, 0.1 * step
+        run.note("output", compiled(numbers(4, 8, seed=step)))
+
+
+@loop()
+def view_of_a_dict(run: Run) -> None:
+    """It is compared by what it has, which the loop changes."""
+    settings: dict[str, Any] = {"scale": 1.0, "inner": {"slope": 0.1}}
+
+    class Reads(Holds):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.leaky_relu(super().forward(x), self.part["inner"]["slope"]) * self.part["scale"]
+
+    compiled = run.compile(Reads(MappingProxyType(settings)).double())
+    for step in range(STEPS):
+        settings["scale"], settings["inner"]["slope"] = 1.0 + step // 2, 0.1 * step
         run.note("output", compiled(numbers(4, 8, seed=step)))
 
 
