@@ -177,6 +177,8 @@ class Training(nn.Module):
         if trace is not None:
             trace.attributes.note_tensors(now, inputs)
             trace.note_inputs(inputs)
+            if trace.inputs is not None:
+                trace.inputs.note_held(trace.attributes.buffers())
         self._changes: dict[str, Any] = {}
         args, kwargs = release(pytree.tree_unflatten(inputs, nesting))
         kwargs, beside = take_apart(kwargs)

@@ -25,6 +25,17 @@ class Input:
 
 
 @dataclass(frozen=True, eq=False)
+class Held:
+    """A buffer of the model, or an attribute that is a tensor.
+
+    Attributes:
+        find: gives the one that the model has.
+    """
+
+    find: Callable[[], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
 class Step:
     """A call of torch, of which all tensors follow from inputs.
 
@@ -59,8 +70,8 @@ class Result:
     place: int
 
 
-Source = Input | Result
-"""What a tensor is that follows from inputs alone."""
+Source = Input | Held | Result
+"""What a tensor is that follows from inputs alone, and from what the model holds."""
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -126,6 +137,8 @@ class Values:
     def _value(self, source: Source) -> Tensor:
         if isinstance(source, Result):
             return self._results[source.step][source.place]
+        if isinstance(source, Held):
+            return source.find().detach().cpu()
         if source.place not in self._inputs:
             self._inputs[source.place] = self._leaves[source.place].detach().cpu()
         return self._inputs[source.place]
@@ -144,10 +157,19 @@ def _steps_before(source: Source, left_out: Collection[Step] = ()) -> Iterator[S
 
 def places_of(source: Source) -> set[int]:
     """The inputs that a tensor follows from."""
+    return {first.place for first in _beginnings_of(source) if isinstance(first, Input)}
+
+
+def is_constant(source: Source) -> bool:
+    """Whether a tensor follows from numbers alone, which a trace has."""
+    return all(isinstance(first, Result) for first in _beginnings_of(source))
+
+
+def _beginnings_of(source: Source) -> list[Source]:
     sources = [source]
     for step in _steps_before(source):
         sources += sources_in((step.args, step.kwargs))
-    return {source.place for source in sources if isinstance(source, Input)}
+    return sources
 
 
 @dataclass(frozen=True)

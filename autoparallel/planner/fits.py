@@ -17,6 +17,7 @@ from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.graph.carried_attributes import computed_attributes
 from autoparallel.graph.changed_arguments import shown_changes
 from autoparallel.graph.fingerprint import fingerprint
+from autoparallel.graph.input_values import places_of
 from autoparallel.graph.lines import line_of
 from autoparallel.graph.losses import explain_ambiguity
 from autoparallel.passes.chunk_loss import chunkable
@@ -145,7 +146,8 @@ def unable(captured: Captured, call: Call) -> str:
         return "an input is a DTensor"
     if any(isinstance(s, InputSpec) and s.requires_grad for s in call.specs):
         return "an input is differentiated"
-    if read := next((reads.reads[0] for reads in captured.state.inputs if reads.reads), None):
+    reads = [read for reads in captured.state.inputs for read in reads.reads if places_of(read.source)]
+    if read := next(iter(reads), None):
         return f"Python reads a value of the whole batch at {read.line}"
     if not captured.is_open(call.specs):
         return f"the batch size is fixed at {call.batch}: {captured.why_fixed}"

@@ -232,7 +232,8 @@ class GlobalsRead(Watcher):
         """Notes that something is shown to the user, unless an installed package does so."""
         while frame is not None and frame.f_code.co_filename == _LOG.co_filename:
             frame = frame.f_back
-        if frame is not None and not is_installed(frame.f_code.co_filename):
+        name = "" if frame is None else frame.f_code.co_filename
+        if name and not is_installed(name) and not is_library(name):
             self.shown[line_of_frame(frame)] = f"{what}, which shows what there is when the model is traced"
 
     def _is_seen(self, method: Any) -> bool:

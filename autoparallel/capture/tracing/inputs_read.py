@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.capture.tracing.unique_values import UNIQUE, count_of, unique_values
 from autoparallel.graph.input_values import (
+    Held,
     Input,
     Result,
     Source,
@@ -30,6 +31,7 @@ from autoparallel.graph.input_values import (
     ValueRead,
     Values,
     ValuesRead,
+    is_constant,
     mapped,
     places_of,
     shapes_of,
@@ -95,6 +97,11 @@ class InputsRead:
         for place, (tensor, leaf) in enumerate(zip(tensors, self._leaves, strict=True)):
             if isinstance(tensor, Tensor) and isinstance(leaf, Tensor):
                 self._note(tensor, Input(place))
+
+    def note_held(self, tensors: Sequence[tuple[Tensor, Callable[[], Tensor]]]) -> None:
+        """Notes what stands for buffers in this run, and what gives those of the model."""
+        for tensor, find in tensors:
+            self._note(tensor, Held(find))
 
     def _note(self, tensor: Tensor, source: Source) -> None:
         self._sources[id(tensor)] = tensor, tensor._version, source
@@ -253,9 +260,9 @@ class InputsRead:
             source = self._source(tensor)
         except _NotOfInputsError:
             return None
-        is_constant = not places_of(source)  # it follows from numbers, which the trace has
+        of_inputs = bool(places_of(source))
         many = any(size != 1 for size in tensor.shape) or len(self._reads) >= _MOST_NUMBERS
-        if self._only_numbers and many and not is_constant:
+        if self._only_numbers and many and of_inputs:
             return None
         with _torch.export.unwatched():
             state = torch.default_generator.get_state()
@@ -269,7 +276,7 @@ class InputsRead:
             if self._draws:
                 return None
             answer = function(value.clone())
-        if not is_constant and not _is_whole(answer):
+        if of_inputs and not _is_whole(answer):
             return None
         if isinstance(answer, np.ndarray):
             answer.flags.writeable = False  # what is written to it would not reach the tensor
@@ -277,7 +284,7 @@ class InputsRead:
         def read(values: Tensor) -> Hashable:
             return freeze(function(values))
 
-        if not is_constant:
+        if not is_constant(source):
             self._reads.append(ValueRead(source, read, freeze(answer), line_of_frame(sys._getframe(1))))
         return answer
 

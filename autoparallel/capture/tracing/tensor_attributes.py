@@ -11,6 +11,7 @@ the one draws numbers or sets parameters, Python is told what the buffer holds, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -122,6 +123,16 @@ class TensorAttributes:
         """Whether a tensor stands for a buffer of the model, or for an attribute that is one."""
         owner = self._users.get(id(tensor), ("", None))[1]
         return owner is not None and not isinstance(owner, nn.Parameter)
+
+    def buffers(self) -> list[tuple[Tensor, Callable[[], Tensor]]]:
+        """What stands for buffers, and for attributes that are tensors, with what gives those of the model."""
+        held: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        for label, x, _ in self._before:
+            find = partial(tensor_at, self._model, label)
+            with suppress(AttributeError, LookupError):  # a call may register one
+                if not isinstance(find(), nn.Parameter):
+                    held.append((x, find))
+        return held
 
     def newly_set(self) -> str:
         """An attribute of a parameter or a buffer that the run has set; empty for none."""

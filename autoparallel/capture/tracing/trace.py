@@ -183,6 +183,7 @@ class Trace:
             return self._answered[key]
         number = len(self.questions)
         if number == self.answers.most:
+            self.reads_values = True
             what = f"Python asks for a tensor's value for the {number + 1}th time, and every question doubles the ways"
             raise refusal(f"{what} that a call may take,", line, INSTEAD_OF_WAYS)
         self.questions.append(Question(value.detach().clone(), line))

@@ -1,0 +1,106 @@
+"""Python that reads values of buffers, and of attributes that are tensors, which the model does not change."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.capture.programs.inplace import Two
+from tests.capture.programs.loops import finish
+from tests.capture.registry import loop, program
+from tests.capture.runner import STEPS, Run, numbers, sgd
+
+
+class Masked(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.arange(8) % 2 == 0)
+
+
+@program(ranks=True)
+class SelectsColumnsByABuffer(Masked):
+    """As a coupling layer does: as many columns as a mask holds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept, other = x[:, self.mask], x[:, ~self.mask]
+        return self.b(torch.cat([kept * 2, other], 1)) + self.a(x)
+
+
+class Times(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = torch.linspace(0.0, 1.0, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for start, end in zip(self.times[:-1], self.times[1:], strict=True):
+            x = x + (end - start).item() * torch.tanh(self.a(x))
+        return self.b(x)
+
+
+@program(ranks=True)
+class StepsAtHeldTimes(Times):
+    """As a solver with steps of its own."""
+
+
+@loop(ranks=True)
+def times_that_the_loop_sets(run: Run) -> None:
+    """In place, and by another tensor."""
+    model = Times().double()
+    compiled = run.compile(model)
+    optimizer = sgd(compiled)
+    for step in range(STEPS + 1):
+        if step == 1:
+            compiled.times[2] = 0.5
+        elif step == 2:
+            compiled.times = torch.linspace(0.0, 2.0, 3)
+        output = compiled(numbers(4, 8, seed=step))
+        run.note("output", output)
+        output.square().mean().backward()
+        finish(run, compiled, optimizer)
+
+
+@program()
+class AsksWhatAMaskHolds(Masked):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.mask.any() and self.mask.float().mean() < 0.75:
+            h = torch.tanh(h)
+        return self.b(h)[:, : int(self.mask.sum())]
+
+
+@program(ranks=True)
+class AsksForEachColumn(Two):
+    """An attribute, as often as it has places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.continuous = torch.arange(8) % 3 > 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns = []
+        for place, is_continuous in enumerate(self.continuous):
+            columns.append(x[:, place] if is_continuous else x[:, place].exp())
+        return self.b(self.a(torch.stack(columns, 1)))
+
+
+@program()
+class LooksUpRowsByBoth(Masked):
+    """By an input's value and a buffer's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = int(self.mask.sum()) + int((x.detach() > 9).sum())
+        return self.b(self.a(x))[:, :width]
+
+
+@program()
+class ReadsWhatItChanges(Two):
+    """A counter in a buffer that decides how many columns there are: each value is a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.ones((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = int(self.count)
+        self.count += 1
+        return self.b(self.a(x))[:, :width]
