@@ -157,7 +157,7 @@ def parameter_given_the_memory_of_another(run: Run) -> None:
         parameter.data = source.data
 
 
-@loop(line=False, refused="call vmap and jvp inside of forward")
+@loop(line=False, refused="call the transform inside of forward")
 def vmap_over_the_model(run: Run) -> None:
     model = run.compile(net())
     run.note("outputs", torch.vmap(model)(numbers(3, 4, 8, seed=1)))
