@@ -271,29 +271,29 @@ def a_queue_that_goes_round(run: Run) -> None:
 # -- refused --------------------------------------------------------------------------------------------------------
 
 
-@program(refused="read it again")
+@program()
 class ReadAfterAChange(Counting):
     def part(self, h: Tensor, at: int) -> Tensor:
         h = h * 2
         part = h[:, at : at + 4]
         h.add_(1.0)
-        return part * 2  # refused
+        return part * 2
 
 
-@program(refused="clone")
+@program()
 class ReturnedBehindAChange(Counting):
     def part(self, h: Tensor, at: int) -> Any:
         h = h * 2
-        part = h[:, at : at + 4]  # refused
+        part = h[:, at : at + 4]
         h.add_(1.0)
         return part, h
 
 
-@program(refused="write to the tensor itself")
+@program()
 class WrittenThroughAViewOfAPart(Counting):
     def part(self, h: Tensor, at: int) -> Tensor:
         part: Any = h[:, at : at + 4]
-        part[:, 1:].mul_(2.0)  # refused
+        part[:, 1:].mul_(2.0)
         return h
 
 
@@ -312,16 +312,16 @@ class KeptOfWhatCallsChange(Queue):
         at = int(self.at)
         self.put(h)
         if self.kept is not None:
-            h = h + self.kept.sum()
-        self.kept = self.queue[:, at : at + 4]  # refused
+            h = h + self.kept.sum()  # refused
+        self.kept = self.queue[:, at : at + 4]
         return h
 
 
-@program(refused="take elements of both")
+@program()
 class MixedFromAPlaceOn(Counting):
     """As StyleGAN mixes styles: nobody knows how large the part is."""
 
     def part(self, h: Tensor, at: int) -> Tensor:
         h, other = h * 2, h.tanh()
-        h[:, at:] = other[:, at:]  # refused
+        h[:, at:] = other[:, at:]
         return h
