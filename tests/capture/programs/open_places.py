@@ -297,26 +297,6 @@ class WrittenThroughAViewOfAPart(Counting):
         return h
 
 
-@program(refused="clone")
-class KeptOfWhatCallsChange(Queue):
-    """The next call may read it behind what it has put there."""
-
-    kept: Tensor | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.at += 4  # 0 and 1 would be told
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.encoder(x)
-        at = int(self.at)
-        self.put(h)
-        if self.kept is not None:
-            h = h + self.kept.sum()  # refused
-        self.kept = self.queue[:, at : at + 4]
-        return h
-
-
 @program()
 class MixedFromAPlaceOn(Counting):
     """As StyleGAN mixes styles: nobody knows how large the part is."""
