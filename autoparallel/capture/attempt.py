@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,9 +75,6 @@ from autoparallel.operators.opaque import OpaqueCall
 from autoparallel.passes.recompute_layers import checkpointed_layers
 from autoparallel.passes.runner import run_passes
 from autoparallel.text import LOGGER
-
-if TYPE_CHECKING:
-    pass
 
 AS_COMPILED = (
     "the model asks whether it is compiled at %s, and is told that it is: the way that it goes otherwise cannot be "

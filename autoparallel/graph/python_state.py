@@ -436,6 +436,11 @@ def is_library(filename: str) -> bool:
     return filename.startswith(("<", *_PREFIXES))
 
 
+def is_users_file(filename: str) -> bool:
+    """Whether a file of Python is of the user's own code, neither of a library nor of another installed package."""
+    return not is_library(filename) and not is_installed(filename)
+
+
 OURS = __file__.rpartition("/graph/")[0] + "/"
 """Where our own Python lies."""
 

@@ -53,6 +53,7 @@ from autoparallel.graph.python_state import (
     is_installed,
     is_library,
     is_plain,
+    is_users_file,
     shown,
     slots_of,
 )
@@ -105,7 +106,7 @@ class GlobalsRead(Watcher):
         self._caches: list[Any] = []
         self._new_modules: set[int] = set()
         self._problem = ""
-        self.draws = Draws()
+        self.draws = Draws()  # also of a run that does not begin
         self.shown: dict[str, str] = {}
 
     def __enter__(self) -> GlobalsRead:
@@ -232,8 +233,7 @@ class GlobalsRead(Watcher):
         """Notes that something is shown to the user, unless an installed package does so."""
         while frame is not None and frame.f_code.co_filename == _LOG.co_filename:
             frame = frame.f_back
-        name = "" if frame is None else frame.f_code.co_filename
-        if name and not is_installed(name) and not is_library(name):
+        if frame is not None and is_users_file(frame.f_code.co_filename):
             self.shown[line_of_frame(frame)] = f"{what}, which shows what there is when the model is traced"
 
     def _is_seen(self, method: Any) -> bool:

@@ -102,7 +102,9 @@ def _parts_of(label: str, value: Any, memo: Mapping[int, Any]) -> list[Any]:
     if is_data(value):
         inside = {label_in(label, name): x for name, x in vars(value).items()}
     elif type(value) in (list, tuple, dict):
-        inside = {label_of_entry(label, key): x for key, x in _entries_of(value)}
+        inside = {
+            label_of_entry(label, key): x for key, x in (value.items() if isinstance(value, dict) else enumerate(value))
+        }
     else:
         inside = {}
     memo = {**memo, id(value): value}
@@ -110,10 +112,6 @@ def _parts_of(label: str, value: Any, memo: Mapping[int, Any]) -> list[Any]:
     if not parts and (is_data(value) or isinstance(value, (torch.Tensor, nn.Module, list, tuple, dict, set))):
         raise refused_copy(label, type(value), error) from error
     return parts or [value]
-
-
-def _entries_of(value: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(value.items()) if isinstance(value, dict) else enumerate(value)
 
 
 def _failure_of(value: Any, memo: Mapping[int, Any]) -> Exception | None:

@@ -71,49 +71,44 @@ def _pad(
     x, count = sequence.steps, sequence.steps.shape[0]
     length = int(sequence.lengths.max()) if total_length is None else total_length
     if padding_value:
-        x = torch.where(_are_within(x, sequence.lengths).unsqueeze(-1), x, padding_value)
+        within = _count_steps(x) < sequence.lengths.to(x.device)
+        x = torch.where(within.unsqueeze(-1), x, padding_value)
     if length != count:
         more = x.new_full((max(length - count, 0), *x.shape[1:]), padding_value)
         x = torch.cat([x[:length], more]) if length > count else x[:length]
     return x.transpose(0, 1) if batch_first else x, sequence.lengths
 
 
-def _are_within(steps: Tensor, lengths: Tensor) -> Tensor:
-    """Whether a step is one of a sequence, (steps, sequences)."""
-    return torch.arange(steps.shape[0], device=steps.device).unsqueeze(1) < lengths.to(steps.device)
+def _count_steps(steps: Tensor) -> Tensor:
+    """The numbers of the steps, (steps, 1)."""
+    return torch.arange(steps.shape[0], device=steps.device).unsqueeze(1)
 
 
 def _forward(forward: Callable[..., Any], layer: nn.RNNBase, input: Any, hx: Any = None) -> Any:
     if not isinstance(input, PaddedSequence):
         return forward(layer, input, hx)
-    x = input
-    within, lengths = _are_within(x.steps, x.lengths), x.lengths.to(x.steps.device)
+    steps, lengths, numbers = input.steps, input.lengths.to(input.steps.device), _count_steps(input.steps)
+    within = numbers < lengths
+    backwards = torch.where(within, lengths - 1 - numbers, numbers).unsqueeze(-1)  # what is behind an end stays
     sides = 2 if layer.bidirectional else 1
     sizes = [layer.proj_size or layer.hidden_size] + [layer.hidden_size] * (layer.mode == "LSTM")
     if hx is None:
-        hx = [x.steps.new_zeros(layer.num_layers * sides, x.steps.shape[1], size) for size in sizes]
+        hx = [steps.new_zeros(layer.num_layers * sides, steps.shape[1], size) for size in sizes]
     states = [hx] if isinstance(hx, Tensor) else hx
-    steps, ends = x.steps, []
+    ends = []
     for number in range(layer.num_layers):
         results = []
         for place in range(number * sides, (number + 1) * sides):
             before = [state[place : place + 1] for state in states]
-            turned = _turn_around(steps, within, lengths) if place % sides else steps
+            turned = steps.gather(0, backwards.expand_as(steps)) if place % sides else steps
             result, *after = _run(layer.mode, turned, within, lengths, before, layer.all_weights[place])
-            results.append(_turn_around(result, within, lengths) if place % sides else result)
+            results.append(result.gather(0, backwards.expand_as(result)) if place % sides else result)
             ends.append(after)
         steps = torch.cat(results, -1) if sides == 2 else results[0]
         if layer.dropout and number < layer.num_layers - 1:
             steps = nn.functional.dropout(steps, layer.dropout, layer.training)
     last = tuple([torch.cat(parts) for parts in zip(*ends, strict=True)])
-    return PaddedSequence(steps, x.lengths), last if layer.mode == "LSTM" else last[0]
-
-
-def _turn_around(steps: Tensor, within: Tensor, lengths: Tensor) -> Tensor:
-    """The sequences, each turned around from its end; what is behind the ends stays where it is."""
-    numbers = torch.arange(steps.shape[0], device=steps.device).unsqueeze(1)
-    places = torch.where(within, lengths - 1 - numbers, numbers)
-    return steps.gather(0, places.unsqueeze(-1).expand_as(steps))
+    return PaddedSequence(steps, input.lengths), last if layer.mode == "LSTM" else last[0]
 
 
 def _run(

@@ -10,25 +10,20 @@ from typing import Any
 from autoparallel.capture.tracing.trace import listening
 from autoparallel.graph.errors import refusal
 from autoparallel.graph.lines import line_of_frame
-from autoparallel.graph.python_state import is_installed, is_library
+from autoparallel.graph.python_state import is_users_file
 
 
 def _start(self: threading.Thread) -> None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("concurrent."):  # by a pool
         frame = frame.f_back
-    if listening() is None or frame is None or not _is_users(frame.f_code.co_filename):
-        return _START(self)
+    if listening() is None or frame is None or not is_users_file(frame.f_code.co_filename):
+        return _START(self)  # those of packages, as of a progress bar, serve themselves
     raise refusal(
         "the model starts a thread, of which no trace sees what it does,",
         line_of_frame(frame),
         "call what it is to run as a function, or start it outside of the model",
     )
-
-
-def _is_users(filename: str) -> bool:
-    """Whether a file is of the user's own code: threads of packages, as of a progress bar, serve themselves."""
-    return not is_library(filename) and not is_installed(filename)
 
 
 _START = threading.Thread.start

@@ -24,7 +24,7 @@ _JVP: Any = transforms.TRANSFORMS._jvp_with_argnums
 _REMOVE: Any = transforms.VMAP._remove_batch_dim
 
 
-def with_dims(tensor: Tensor, sizes: dict[int, Any]) -> Tensor:
+def _restore_dims(tensor: Tensor, sizes: dict[int, Any]) -> Tensor:
     """A tensor with the dims that ``vmap``s take away, the first ones, those of outer ones before those of inner ones;
     it is repeated along those that it has not.
 
@@ -42,7 +42,7 @@ def with_dims(tensor: Tensor, sizes: dict[int, Any]) -> Tensor:
 
 def _leaf_of(x: Any) -> Any:
     sizes = transforms.running_batches()
-    whole = with_dims(x, sizes)
+    whole = _restore_dims(x, sizes)
     with transforms.untransformed():
         leaf = whole.view_as(whole) if whole.requires_grad else whole.detach().requires_grad_()
     return transforms.take_dims(leaf, [*sizes])
@@ -77,9 +77,9 @@ def _gradients(outputs: Sequence[Any], leaves: Any, seeds: Sequence[Tensor | Non
     in_seeds = {level for _, g in pairs if g is not None for level in transforms.batched_dims(g)}
     rest = {level: size for level, size in sizes.items() if level in in_seeds - shared.keys()}
     levels = sorted([*rest, *shared])
-    wholes = [with_dims(x, shared) for x, _ in pairs]
+    wholes = [_restore_dims(x, shared) for x, _ in pairs]
     inputs = list(map(transforms.below_transforms, flat))
-    vectors = [None if g is None else with_dims(g, rest | shared) for _, g in pairs]
+    vectors = [None if g is None else _restore_dims(g, rest | shared) for _, g in pairs]
     with transforms.untransformed():
         products = [torch.ones_like(x) if g is None else g for x, g in zip(wholes, vectors, strict=True)]
         places = [levels.index(level) for level in rest]

@@ -23,7 +23,7 @@ _LOCK, _QUEUE, _TEXT = threading.Lock(), queue.Queue[int](), io.StringIO()
 
 
 class Holds(nn.Module):
-    def __init__(self, part: Any) -> None:
+    def __init__(self, part: Any = None) -> None:
         super().__init__()
         self.layer, self.part, self.calls = nn.Linear(8, 8), part, 0
 
@@ -177,9 +177,6 @@ class PutsIntoAQueueOfAnObject(Holds):
 
 @program(refused="use it outside of the model")
 class PutsIntoAQueueAroundIt(Holds):
-    def __init__(self) -> None:
-        super().__init__(None)
-
     def forward(self, x: Tensor) -> Tensor:  # refused
         _QUEUE.put(1)
         return super().forward(x)
@@ -187,9 +184,6 @@ class PutsIntoAQueueAroundIt(Holds):
 
 @program(refused="use it outside of the model")
 class WritesATextAroundIt(Holds):
-    def __init__(self) -> None:
-        super().__init__(None)
-
     def forward(self, x: Tensor) -> Tensor:  # refused
         print(x.shape, file=_TEXT)
         return super().forward(x)
@@ -218,9 +212,6 @@ class StartsAThread(Holds):
 
 @program(refused="start it outside of the model")
 class RunsInAPoolOfItsOwn(Holds):
-    def __init__(self) -> None:
-        super().__init__(None)
-
     def forward(self, x: Tensor) -> Tensor:
         with ThreadPoolExecutor(2) as pool:
             return sum(pool.map(self.layer, x.chunk(2)), torch.zeros(()))  # refused
