@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -54,7 +54,7 @@ from autoparallel.capture.refusals.refusals import (
 )
 from autoparallel.capture.settings import CaptureSettings
 from autoparallel.capture.tracing.drawn_numbers import depends_on_draws, require_dropped
-from autoparallel.capture.tracing.inputs_read import InputsRead
+from autoparallel.capture.tracing.inputs_read import CounterReadError, InputsRead
 from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
 from autoparallel.capture.tracing.trace import Answers, Question, Trace
 from autoparallel.capture.tracing.tracing import everything_seen
@@ -115,7 +115,8 @@ class Attempt:
         leaves: the inputs of the call.
         may_read: whether Python may read their values (see ``tracing.inputs_read``), single numbers alone where sizes
             are open.
-        reads_flags: whether Python is told what flags hold (see ``tracing.tensor_attributes``).
+        counters: the labels of buffers whose values it may not read.
+        reads_flags: whether it may read flags, and if not ``may_read``, these alone.
         fixes_whole: whether whole numbers that it draws are fixed.
         looks_after: whether another attempt looks after the variables around the model that a run changes.
 
@@ -136,6 +137,7 @@ class Attempt:
     fixed: dict[str, None]
     leaves: Sequence[Any] = ()
     may_read: bool = False
+    counters: Collection[str] = ()
     reads_flags: bool = False
     fixes_whole: bool = False
     looks_after: bool = True
@@ -157,7 +159,7 @@ class Attempt:
             )
         self._reads = self._make_reads()
         self.copies.names = self._reads.names
-        self._attributes = TensorAttributes(self.model, self.leaves, reads_flags=self.reads_flags)
+        self._attributes = TensorAttributes(self.model, self.leaves)
 
     @property
     def asks_flags(self) -> bool:
@@ -168,14 +170,17 @@ class Attempt:
         loss_fn = self.settings.loss_fn
         return GlobalsRead(owners_of(loss_fn), packages_of(self.model, loss_fn), self.model)
 
-    def run(self, wrapper: Training, answer: bool = True, **tables: Any) -> Any:
+    def run(
+        self, wrapper: Training, answer: bool = True, ahead: Mapping[str, torch.Tensor] | None = None, **tables: Any
+    ) -> Any:
         """Runs a copy without a trace, with one answer for all that Python asks of tensors' values.
 
         Args:
+            ahead: what buffers hold, where Python may read it, by label; None for what those of the model do.
             tables: what several runs share of what stands behind names (see ``tracing.trace``).
         """
         answers = Answers(rest=answer, most=_MOST_REHEARSED)
-        self.rehearsals.append(self._trace_of(wrapper, [], answers=answers, **tables))
+        self.rehearsals.append(self._trace_of(wrapper, [], ahead, answers=answers, **tables))
         with everything_seen(self.rehearsals[-1]):
             try:
                 results = wrapper(*self.inputs.arguments)
@@ -184,15 +189,26 @@ class Attempt:
         self._trained_apart |= {id(x): x for x in wrapper.findings.trained_apart}
         return results
 
-    def _trace_of(self, wrapper: Training, questions: list[Question], **options: Any) -> Trace:
+    def _trace_of(
+        self,
+        wrapper: Training,
+        questions: list[Question],
+        ahead: Mapping[str, torch.Tensor] | None = None,
+        **options: Any,
+    ) -> Trace:
         """What a trace of a copy of the model notes beside operators.
 
         Args:
             questions: the tensors are added that Python asks whether they hold.
+            ahead: what buffers hold instead of what those of the model do.
         """
         paths = {id(module): path for path, module in wrapper.model.named_modules()}
         are_open = any(s.batch or s.open for s in self.specs if isinstance(s, InputSpec))
-        inputs = InputsRead(self.leaves, only_numbers=are_open) if self.may_read else None
+        inputs = None
+        if self.may_read or self.reads_flags:
+            inputs = InputsRead(
+                self.leaves, only_numbers=are_open, only_flags=not self.may_read, counters=self.counters, ahead=ahead
+            )
         findings = wrapper.findings
         return Trace(
             findings.originals, paths, findings.existing, findings.left_out, questions, inputs=inputs,
@@ -394,6 +410,22 @@ class Attempt:
         except Exception:  # noqa: BLE001 - then it is left to the next call
             return None
 
+    def _require_no_counters(self) -> None:
+        """Refuses to read buffers of which Python reads numbers that not this call alone changes, but the next, too.
+
+        Raises:
+            CounterReadError: where there are some.
+        """
+        inputs = self.rehearsals[0].inputs
+        if inputs is None or not inputs.changed:
+            return
+        ahead = {label: value for label, value in inputs.changed.items() if value is not None}
+        if len(ahead) == len(inputs.changed):  # else nobody knows what the next call finds
+            self.run(self.copies.make(), ahead=ahead)
+            inputs = self.rehearsals.pop().inputs
+        if inputs is not None and inputs.changed:
+            raise CounterReadError(inputs.changed.keys())
+
     def _with_lines(self, error: ChangesAttributesError) -> ChangesAttributesError:
         """The error with the lines that change entries of containers, for each of which a copy runs again."""
         lines = dict(error.lines)
@@ -417,6 +449,8 @@ class Attempt:
                 raise _with_line(error, self.copies.make(), self._make_reads(), self.run) from None
             except ChangesAttributesError as error:
                 raise self._with_lines(error) from None
+            if not failed:
+                self._require_no_counters()
             checks, written = reads.draws.checks, whole.recorder.written
             if any(value.fills for value in written.values()) and not failed and not self.may_read:
                 self._of_next = self._read_of_next(written)

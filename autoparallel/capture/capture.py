@@ -19,6 +19,7 @@ from autoparallel.capture.attempt import Attempt
 from autoparallel.capture.fake_inputs import scale_of, traced_shape
 from autoparallel.capture.python.changes import VariablesChangedError
 from autoparallel.capture.settings import CaptureSettings
+from autoparallel.capture.tracing.inputs_read import CounterReadError
 from autoparallel.graph.beside import beside_in, method_of, take_apart
 from autoparallel.graph.calls import closed, fits, without_numbers
 from autoparallel.graph.captured import Captured, InputSpec, NumberSpec
@@ -75,14 +76,15 @@ def _capture(
     reads_values = reads_flags = fixes_whole = refused = False
     surroundings, rounds = surroundings_of(model), 0
     fixed: dict[str, None] = {}
+    counters: set[str] = set()
     while attempts:
         forms, may_read = attempts.pop(0)
         in_vain = refused or failed is not None and _examples(forms, settings) == vain
         if not reads_values if may_read else in_vain:
             continue
         attempt = Attempt(
-            model, forms, in_spec, settings, fixed=fixed, leaves=leaves, may_read=may_read, reads_flags=reads_flags,
-            fixes_whole=fixes_whole, looks_after=rounds < _MOST_ROUNDS,
+            model, forms, in_spec, settings, fixed=fixed, leaves=leaves, may_read=may_read, counters=counters,
+            reads_flags=reads_flags, fixes_whole=fixes_whole, looks_after=rounds < _MOST_ROUNDS,
         )  # fmt: skip
         try:
             with _torch.export.without_reports(), _torch.transforms.left_at_the_end():
@@ -93,6 +95,10 @@ def _capture(
             rounds += 1
             for variable in error.variables:
                 surroundings.add(variable)
+            attempts.insert(0, (forms, may_read))
+            continue
+        except CounterReadError as error:
+            counters |= error.labels
             attempts.insert(0, (forms, may_read))
             continue
         except CaptureError as error:

@@ -207,6 +207,8 @@ class Training(nn.Module):
             more, self.findings.attributes[name] = flatten_results(value)
             leaves += more
         bound = self.recorder.buffers.bound_anew()
+        if trace is not None and trace.inputs is not None:
+            trace.inputs.note_changes({**bound, **written})
         places.require_current([*leaves, *bound.values()])
         leaves = self.recorder.buffers.rebind(leaves)
         leaves = [exchange.current(leaf) for leaf in leaves]

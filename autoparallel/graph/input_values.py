@@ -16,6 +16,9 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 
+OF_VALUES = "what Python reads of"
+"""How the label of such a value begins."""
+
 
 @dataclass(frozen=True)
 class Input:
@@ -29,10 +32,18 @@ class Held:
     """A buffer of the model, or an attribute that is a tensor.
 
     Attributes:
+        label: its name in the model.
         find: gives the one that the model has.
     """
 
+    label: str
     find: Callable[[], Tensor]
+
+
+def is_flag(buffer: Tensor) -> bool:
+    """Whether a tensor is one number, 0 or 1."""
+    with _torch.export.unwatched():
+        return buffer.numel() == 1 and not buffer.is_meta and buffer.detach().cpu().view(-1)[0].item() in (0, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +171,11 @@ def places_of(source: Source) -> set[int]:
     return {first.place for first in _beginnings_of(source) if isinstance(first, Input)}
 
 
+def buffers_of(source: Source) -> set[str]:
+    """The buffers, and attributes that are tensors, that a tensor follows from."""
+    return {first.label for first in _beginnings_of(source) if isinstance(first, Held)}
+
+
 def is_constant(source: Source) -> bool:
     """Whether a tensor follows from numbers alone, which a trace has."""
     return all(isinstance(first, Result) for first in _beginnings_of(source))
@@ -187,6 +203,10 @@ class ValueRead:
     read: Callable[[Tensor], Hashable]
     value: Hashable
     line: str
+
+    def __str__(self) -> str:
+        inputs = ["the inputs"] * bool(places_of(self.source))
+        return f"{OF_VALUES} {' and '.join([*inputs, *sorted(buffers_of(self.source))])} at {self.line}"
 
 
 class ValuesRead:

@@ -54,9 +54,6 @@ _SIMPLE = frozenset((bool, int, float, str, bytes, type(None)))
 _KINDS: tuple[Any, ...] = (OrderedDict, dict, list, tuple, set, frozenset, deque)
 _BUILTIN = frozenset(_KINDS) - {OrderedDict}
 
-OF_INPUTS = "what Python reads of the inputs at"
-"""How the label of such a value begins."""
-
 _HEAP_TYPE = 1 << 9  # of a class that is made at run time, as all are that are written in Python
 _DEEPEST = 8  # objects in objects whose attributes are compared
 LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "sympy", "triton", "autoparallel")) - {"__main__"}
@@ -283,7 +280,7 @@ class PythonState:
             if not guard.holds():
                 yield label
         reads = (reads.changed(leaves) for reads in self.inputs)
-        yield from (f"{OF_INPUTS} {read.line}" for read in reads if read is not None)
+        yield from (str(read) for read in reads if read is not None)
 
     def read_of(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """The inputs of a call of which values were read, with None in the place of the others."""

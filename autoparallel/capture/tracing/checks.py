@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dis
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
 from typing import Any
@@ -131,7 +132,7 @@ def _passing_answer(code: CodeType, offset: int) -> bool | None:
     """The answer to what an instruction asks with which nothing is raised; None where not exactly one answer leads
     to nothing but an error."""
     instructions = list(dis.get_instructions(code))
-    at = next(i for i, instruction in enumerate(instructions) if instruction.offset == offset)
+    at = bisect_right(instructions, offset, key=lambda x: x.offset) - 1  # a call may stand at its cache, behind it
     if instructions[at].opname.startswith(("CALL", "PRECALL", "COMPARE_OP")):  # from 3.13 on, a comparison asks itself
         at += 1
     is_negated = False

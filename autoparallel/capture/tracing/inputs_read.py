@@ -3,14 +3,19 @@
 A trace runs on tensors without values.  Where a tensor of whole numbers follows from the inputs of the call alone, its
 values are computed of these, Python is told them, and they belong to the kind of call (see ``graph.input_values``).
 A single number (``int(batch.max())``) may be read where sizes are open.  More of them are the last resort, which fixes
-the batch and all lengths; each other value is another trace.
+the batch and all lengths; each other value is another trace.  So are the values of buffers, and of attributes that are
+tensors, unless each call changes them.
+
+[Note: flags] A buffer of one element that is 0 or 1 tells many models whether their first call has set them up
+(``if self.initialized: ...``).  Python's question goes both ways, as others do; where the two cannot be one program, as
+the one draws numbers or sets parameters, Python is told what these buffers hold before it is told of others.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.capture.tracing.unique_values import UNIQUE, count_of, unique_values
+from autoparallel.graph.errors import CaptureError
 from autoparallel.graph.input_values import (
     Held,
     Input,
@@ -31,7 +37,9 @@ from autoparallel.graph.input_values import (
     ValueRead,
     Values,
     ValuesRead,
+    buffers_of,
     is_constant,
+    is_flag,
     mapped,
     places_of,
     shapes_of,
@@ -76,16 +84,46 @@ class _NotOfInputsError(Exception):
     """A value does not follow from the inputs alone."""
 
 
+class CounterReadError(CaptureError):
+    """Python has read numbers of buffers that each call changes, so that each would have a trace of its own.
+
+    Attributes:
+        labels: of the buffers.
+    """
+
+    def __init__(self, labels: Set[str]) -> None:
+        super().__init__(f"Python reads {', '.join(sorted(labels))}, which each call changes")
+        self.labels = labels
+
+
 class InputsRead:
     """The tensors of one run of the model that follow from inputs alone, and what Python has read of them.
 
     Args:
         leaves: the inputs, with their values; None for one whose values this rank does not have.
-        only_numbers: whether Python may read tensors of one element alone, in calls of any sizes.
+        only_numbers: whether Python may read inputs of one element alone, in calls of any sizes.
+        only_flags: whether it may read those buffers alone that are flags.
+        counters: the labels of buffers whose values Python is not told.
+        ahead: what buffers hold in this run instead of what those of the model do, by label.
+
+    Attributes:
+        changed: what the run has left in buffers of which Python has read numbers, by label, where they held something
+            else; None for what nobody knows.
     """
 
-    def __init__(self, leaves: Sequence[Any], *, only_numbers: bool = False) -> None:
+    def __init__(
+        self,
+        leaves: Sequence[Any],
+        *,
+        only_numbers: bool = False,
+        only_flags: bool = False,
+        counters: Collection[str] = (),
+        ahead: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self._leaves, self._values, self._only_numbers = leaves, Values(leaves), only_numbers
+        self._only_flags, self._counters, self._ahead = only_flags, counters, ahead or {}
+        self.changed: dict[str, Tensor | None] = {}
+        self._buffers: list[tuple[Tensor, int, Held]] = []  # with the versions that they have at first
         self._sources: dict[int, tuple[Tensor, int, Source]] = {}  # by id: with the version of which it is true
         self._memories: dict[int, dict[int, Tensor]] = defaultdict(dict)  # by a storage: what lies in it, by id
         self._steps = 0
@@ -95,13 +133,33 @@ class InputsRead:
     def note_inputs(self, tensors: Sequence[Any]) -> None:
         """Notes what stands for the inputs in this run."""
         for place, (tensor, leaf) in enumerate(zip(tensors, self._leaves, strict=True)):
-            if isinstance(tensor, Tensor) and isinstance(leaf, Tensor):
+            if isinstance(tensor, Tensor) and isinstance(leaf, Tensor) and not self._only_flags:
                 self._note(tensor, Input(place))
 
-    def note_held(self, tensors: Sequence[tuple[Tensor, Callable[[], Tensor]]]) -> None:
-        """Notes what stands for buffers in this run, and what gives those of the model."""
-        for tensor, find in tensors:
-            self._note(tensor, Held(find))
+    def note_held(self, tensors: Sequence[tuple[Tensor, Held]]) -> None:
+        """Notes what stands for buffers in this run."""
+        for tensor, held in tensors:
+            if held.label in self._ahead:
+                held = Held(held.label, partial(self._ahead.__getitem__, held.label))
+            if held.label not in self._counters and not (self._only_flags and not is_flag(held.find())):
+                self._note(tensor, held)
+                self._buffers.append((tensor, tensor._version, held))
+
+    def note_changes(self, bound: Mapping[str, Any]) -> None:
+        """Notes what the run has changed of the buffers that Python has read numbers of.
+
+        Args:
+            bound: what the run has bound to buffers in the place of these, by label.
+        """
+        of_numbers = [read.source for read in self._reads if not isinstance(read.value, bool)]
+        labels = {label for source in of_numbers for label in buffers_of(source)}
+        for tensor, version, held in self._buffers:
+            now = bound.get(held.label, tensor)
+            if held.label in labels and not (now is tensor and tensor._version == version):
+                with _torch.export.unwatched():
+                    value = self._values.of(self._sources[id(now)][2]) if self._is_of_inputs(now) else None
+                    if value is None or not torch.equal(value, self._values.of(held)):
+                        self.changed[held.label] = value
 
     def _note(self, tensor: Tensor, source: Source) -> None:
         self._sources[id(tensor)] = tensor, tensor._version, source

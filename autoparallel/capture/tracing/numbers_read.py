@@ -46,14 +46,6 @@ def _read_array(trace: Trace, func: Callable[..., Any], x: Tensor, *, force: boo
     return _read(trace, func, x, instead=partial(array_of, func), force=force)
 
 
-def _fill(trace: Trace, func: Callable[..., Any], x: Tensor, *value: Any, **named: Any) -> Tensor:
-    """Writes a number into all of a tensor, perhaps of a flag, of which is known then what it holds."""
-    out: Tensor = func(x, *value, **named)
-    (number,) = (*value, *named.values()) or (0,)
-    trace.attributes.note_filled(x, number)
-    return out
-
-
 def _note_length(trace: Trace, func: Callable[..., Any], input: Tensor, dim: int = 0) -> Any:
     """Notes that Python asks how long a tensor is, or goes through it, which is an ``unbind``, where values say so."""
     trace.reads_values |= -input.ndim <= dim < input.ndim and _torch.export.is_read(input.shape[dim])
@@ -160,7 +152,6 @@ READS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.__array__, Tensor.__int__, Tensor.__float__, Tensor.__index__), _read),
     Tensor.numpy: _read_array,
     **dict.fromkeys((Tensor.__len__, Tensor.unbind, torch.unbind), _note_length),
-    Tensor.fill_: _fill, Tensor.zero_: _fill,
 }  # fmt: skip
 """The functions that read values, or tell which they are, with what takes their place while a model is traced."""
 

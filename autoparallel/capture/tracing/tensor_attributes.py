@@ -2,24 +2,20 @@
 
 What stands for the tensors of a model and of its inputs while it is traced has none of them, so that Python asks
 ``torch.Tensor.__getattr__``, which torch does not have.
-
-[Note: flags] A buffer of one element that is 0 or 1 tells many models whether their first call has set them up
-(``if self.initialized: ...``).  Python's question goes both ways, as others do; where the two cannot be one program, as
-the one draws numbers or sets parameters, Python is told what the buffer holds, and that belongs to the kind of call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from autoparallel import _torch
 from autoparallel.graph.errors import refusal
+from autoparallel.graph.input_values import Held, is_flag
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.graph.python_state import MISSING, PythonState, is_plain
 
@@ -30,18 +26,14 @@ class TensorAttributes:
     Args:
         model: the user's.
         leaves: the inputs of the call, as far as they are at hand.
-        reads_flags: whether Python is told what flags hold.
 
     Attributes:
-        asks_flags: whether Python has asked for one.
+        asks_flags: whether Python has asked for what a flag holds (see ``inputs_read``).
     """
 
-    def __init__(self, model: nn.Module, leaves: Sequence[Any], *, reads_flags: bool = False) -> None:
-        self._model, self._leaves, self._reads_flags = model, leaves, reads_flags
+    def __init__(self, model: nn.Module, leaves: Sequence[Any]) -> None:
+        self._model, self._leaves = model, leaves
         self.asks_flags = False
-        self._flags: dict[str, None] = {}
-        self._versions: dict[int, int] = {}  # by the id of what stands for a tensor, before it is written to
-        self._filled: dict[int, tuple[int, Any]] = {}  # the versions of those that a run has filled, and what with
         self._users: dict[int, tuple[str, Tensor]] = {}  # by the id of what stands for it, a tensor and its name
         self._inputs: dict[int, Tensor] = {}
         self._before: list[tuple[str, Tensor, set[str]]] = []  # the attributes of what stands for them
@@ -55,8 +47,6 @@ class TensorAttributes:
                 delattr(x, name)
         users = dict(_torch.tensors.named_tensors(self._model))
         self._users = {id(x): (name, users[name]) for name, x in stand_ins.items() if name in users}
-        self._versions = {id(x): x._version for x in stand_ins.values()}
-        self._filled.clear()
         self._before = [(name, x, set(vars(x))) for name, x in stand_ins.items()]
         self._inputs = {id(x): leaf for x, leaf in zip(inputs, self._leaves, strict=False) if isinstance(leaf, Tensor)}
 
@@ -83,28 +73,10 @@ class TensorAttributes:
             raise refusal(what, line, "keep it in an attribute of the module")
         return value
 
-    def note_filled(self, tensor: Tensor, number: Any) -> None:
-        """Notes that a tensor is filled with a number, as long as nothing else is written to it."""
-        if isinstance(number, bool | int | float):
-            self._filled[id(tensor)] = tensor._version, number
-
-    def read_flag(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        """What a function reads of a flag, if Python is told that (see [Note: flags]); else None."""
-        label, owner = self._users.get(id(tensor), ("", None))
-        if owner is None or not self.is_buffer(tensor) or owner.numel() != 1 or owner.is_meta:
-            return None
-        version, number = self._filled.get(id(tensor), (-1, 0))
-        if version == tensor._version:
-            with _torch.export.unwatched():
-                return function(torch.full(owner.shape, number, dtype=owner.dtype, device="cpu"))
-        if tensor._version != self._versions[id(tensor)] or _number_of(self._model, label) not in (0, 1):
-            return None
-        self.asks_flags = True
-        if not self._reads_flags:
-            return None
-        self._flags[label] = None
-        with _torch.export.unwatched():
-            return function(owner.detach())
+    def note_asked(self, tensor: Tensor) -> None:
+        """Notes that Python asks for a tensor's value, perhaps a flag's."""
+        owner = self._users.get(id(tensor), ("", None))[1]
+        self.asks_flags |= owner is not None and self.is_buffer(tensor) and is_flag(owner)
 
     def has_hooks(self, tensor: Tensor) -> bool:
         """Whether somebody waits for the gradient of a parameter, a buffer or an input, whoever takes it."""
@@ -124,14 +96,14 @@ class TensorAttributes:
         owner = self._users.get(id(tensor), ("", None))[1]
         return owner is not None and not isinstance(owner, nn.Parameter)
 
-    def buffers(self) -> list[tuple[Tensor, Callable[[], Tensor]]]:
-        """What stands for buffers, and for attributes that are tensors, with what gives those of the model."""
-        held: list[tuple[Tensor, Callable[[], Tensor]]] = []
+    def buffers(self) -> list[tuple[Tensor, Held]]:
+        """What stands for buffers, and for attributes that are tensors, with those of the model."""
+        held: list[tuple[Tensor, Held]] = []
         for label, x, _ in self._before:
             find = partial(tensor_at, self._model, label)
             with suppress(AttributeError, LookupError):  # a call may register one
                 if not isinstance(find(), nn.Parameter):
-                    held.append((x, find))
+                    held.append((x, Held(label, find)))
         return held
 
     def newly_set(self) -> str:
@@ -148,15 +120,7 @@ class TensorAttributes:
         for label in self._asked_hooks:
             place = id(self._model), label, _torch.autograd.HOOKS[0]
             state.watch(f"the hooks of {label}", partial(_has_hooks, self._model, label), place)
-        for label in self._flags:
-            state.watch(label, partial(_number_of, self._model, label), (id(self._model), label))
         return state
-
-
-def _number_of(model: nn.Module, label: str) -> int | float:
-    with _torch.export.unwatched():
-        number: int | float = tensor_at(model, label).detach().cpu().view(-1)[0].item()
-        return number
 
 
 def _attribute_of(model: nn.Module, label: str, name: str) -> Any:

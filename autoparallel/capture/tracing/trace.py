@@ -254,11 +254,10 @@ class Trace:
         return _torch.numbers.evaluator(node.expr)(values)
 
     def read(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        """What a function reads of a tensor's values, where Python may be told (see ``inputs_read``, and of buffers
-        ``tensor_attributes``); else None."""
+        """What a function reads of a tensor's values, where Python may be told (see ``inputs_read``); else None."""
         self.reads_values = True
-        answer = None if self.inputs is None else self.inputs.read(function, tensor)
-        return self.attributes.read_flag(function, tensor) if answer is None else answer
+        self.attributes.note_asked(tensor)
+        return None if self.inputs is None else self.inputs.read(function, tensor)
 
     @property
     def in_region(self) -> bool:

@@ -11,7 +11,8 @@ from autoparallel.graph.beside import CARRIED
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import InputSpec, NumberSpec
 from autoparallel.graph.carried_attributes import label_of, number_of
-from autoparallel.graph.python_state import OF_INPUTS, PythonState
+from autoparallel.graph.input_values import OF_VALUES
+from autoparallel.graph.python_state import PythonState
 from autoparallel.placements import Layout, format_layout
 from autoparallel.text import LOGGER
 
@@ -35,7 +36,7 @@ def describe_call(call: Call, states: Sequence[PythonState], synchronise: bool) 
     inputs = [_describe_input(path, *x) for (path, _), *x in zip(places, call.specs, call.layouts, strict=True)]
     others = {label: state for state in states if (label := state.changed(call.values)) is not None}
     inputs += [
-        f"{label} (other values)" if label.startswith(OF_INPUTS) else "{0} as {2}".format(*state.describe(label))
+        f"{label} (other values)" if label.startswith(OF_VALUES) else "{0} as {2}".format(*state.describe(label))
         for label, state in others.items()
     ]
     return f"{', '.join(modes)}, inputs {', '.join(inputs)}"
@@ -63,7 +64,7 @@ def log_change(changes: Sequence[tuple[str, PythonState]], seconds: float) -> No
         return
     label, state = changes[-1]
     is_many = sum(name == label for name, _ in changes) == MANY_VALUES
-    if label.startswith(OF_INPUTS):
+    if label.startswith(OF_VALUES):
         LOGGER.warning("%s has changed: the model was captured and planned once more, in %.1f s", label, seconds)
         if is_many:
             LOGGER.warning(

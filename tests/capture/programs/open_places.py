@@ -271,37 +271,57 @@ def a_queue_that_goes_round(run: Run) -> None:
 # -- refused --------------------------------------------------------------------------------------------------------
 
 
-@program()
+@program(refused="read it again")
 class ReadAfterAChange(Counting):
     def part(self, h: Tensor, at: int) -> Tensor:
         h = h * 2
         part = h[:, at : at + 4]
         h.add_(1.0)
-        return part * 2
+        return part * 2  # refused
 
 
-@program()
+@program(refused="clone")
 class ReturnedBehindAChange(Counting):
     def part(self, h: Tensor, at: int) -> Any:
         h = h * 2
-        part = h[:, at : at + 4]
+        part = h[:, at : at + 4]  # refused
         h.add_(1.0)
         return part, h
 
 
-@program()
+@program(refused="write to the tensor itself")
 class WrittenThroughAViewOfAPart(Counting):
     def part(self, h: Tensor, at: int) -> Tensor:
         part: Any = h[:, at : at + 4]
-        part[:, 1:].mul_(2.0)
+        part[:, 1:].mul_(2.0)  # refused
         return h
 
 
-@program()
+@program(refused="clone")
+class KeptOfWhatCallsChange(Queue):
+    """The next call may read it behind what it has put there."""
+
+    kept: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at += 4  # 0 and 1 would be told
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.encoder(x)
+        at = int(self.at)
+        self.put(h)
+        if self.kept is not None:
+            h = h + self.kept.sum()
+        self.kept = self.queue[:, at : at + 4]  # refused
+        return h
+
+
+@program(refused="take elements of both")
 class MixedFromAPlaceOn(Counting):
     """As StyleGAN mixes styles: nobody knows how large the part is."""
 
     def part(self, h: Tensor, at: int) -> Tensor:
         h, other = h * 2, h.tanh()
-        h[:, at:] = other[:, at:]
+        h[:, at:] = other[:, at:]  # refused
         return h

@@ -1,4 +1,4 @@
-"""Python that reads values of buffers, and of attributes that are tensors, which the model does not change."""
+"""Python that reads values of buffers, and of attributes that are tensors."""
 
 from __future__ import annotations
 
@@ -92,15 +92,73 @@ class LooksUpRowsByBoth(Masked):
         return self.b(self.a(x))[:, :width]
 
 
-@program()
-class ReadsWhatItChanges(Two):
-    """A counter in a buffer that decides how many columns there are: each value is a trace."""
-
+class Counted(Two):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.ones((), dtype=torch.int64))
 
+
+@program(refused="keep it a tensor")
+class ReadsWhatItChanges(Counted):
+    """A counter in a buffer that decides how many columns there are: each value would be a trace."""
+
     def forward(self, x: Tensor) -> Tensor:
-        width = int(self.count)
+        width = int(self.count)  # refused
         self.count += 1
         return self.b(self.a(x))[:, :width]
+
+
+@program(refused="keep it a tensor")
+class SetsItByWhatItReads(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        width = int(self.count)  # refused
+        self.count.fill_(width % 4 + 1)
+        return self.b(self.a(x))[:, :width]
+
+
+@program(refused="keep it a tensor")
+class ReadsWhatItBindsAnew(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return self.b(self.a(x))[:, : int(self.count)]  # refused
+
+
+class SetUpByItsFirstCall(Counted):
+    """As an ActNorm whose flag is a number: only the first call changes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        width = int(self.count)
+        if width == 1:
+            self.set_up(h.detach())
+        return self.b(h)[:, :width]
+
+    def set_up(self, h: Tensor) -> None:
+        raise NotImplementedError
+
+
+@program(ranks=True)
+class FillsANumberItReads(SetUpByItsFirstCall):
+    def set_up(self, h: Tensor) -> None:
+        self.count.fill_(4)
+
+
+@program()
+class CopiesOverANumberItReads(SetUpByItsFirstCall):
+    def set_up(self, h: Tensor) -> None:
+        self.count.copy_(torch.tensor(4))
+
+
+@program()
+class BindsANumberItReadsAnew(SetUpByItsFirstCall):
+    def set_up(self, h: Tensor) -> None:
+        self.count = torch.full_like(self.count, 4)
+
+
+@program(refused="keep it a tensor")
+class ReadsWhatActivationsDecide(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        width = int(self.count)  # refused
+        self.count.copy_((h > 0).sum() % 4 + 1)
+        return self.b(h)[:, :width]
