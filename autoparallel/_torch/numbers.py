@@ -124,13 +124,15 @@ _TO_COPY = torch.ops.aten._to_copy.default
 _COPY = decomposition_table[_TO_COPY]
 
 
+def tensor_of(x: Any, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
+    """The copy of a number, [], as ``vmap`` makes one of the dtype of the scalar that each part computes with it."""
+    return NotImplemented if isinstance(x, torch.Tensor) else torch.full((), x, dtype=dtype, device=device)
+
+
 @functools.wraps(_COPY)  # torch asks for the module of what it finds
-def _to_copy(x: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Any:
-    """As torch copies a tensor or a number that is known; ``vmap`` copies open ones, too, to the dtype of the scalar
-    that each part computes with them."""
-    if isinstance(x, torch.SymInt | torch.SymFloat):
-        return torch.full((), x, dtype=dtype, device=device)  # type: ignore[call-overload]
-    return _COPY(x, dtype=dtype, device=device, **options)
+def _to_copy(x: Any, **options: Any) -> Any:
+    """As torch copies tensors and numbers that are known, and open ones, too."""
+    return tensor_of(x, **options) if isinstance(x, torch.SymInt | torch.SymFloat) else _COPY(x, **options)
 
 
 decomposition_table[_TO_COPY] = _to_copy

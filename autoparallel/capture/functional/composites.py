@@ -42,15 +42,10 @@ def compositions(module: fx.GraphModule) -> dict[Any, Callable[..., Any]]:
     """How torch composes the operators without a rule, unless a module, and those that it calls, have none; and how a
     number that is copied becomes a tensor."""
     graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
-    of_numbers = {aten._to_copy.default: _tensor_of}
+    of_numbers = {aten._to_copy.default: _torch.numbers.tensor_of}
     if not any(is_unknown_composite(node.target) for graph in graphs for node in graph.nodes):
         return of_numbers
     return {operator: how for operator, how in _compositions().items() if not has_rule(operator)} | of_numbers
-
-
-def _tensor_of(x: Any, **options: Any) -> Any:
-    """A number as a tensor: ``vmap`` copies one to the dtype of the scalar that each part computes with it."""
-    return NotImplemented if isinstance(x, torch.Tensor) else torch.full((), x, **options)
 
 
 def is_unknown_composite(target: Any) -> bool:
