@@ -117,6 +117,7 @@ class Grows:
         return self.weight * F.cross_entropy(output, target)
 
 
+@pytest.mark.wide
 @needs_fork
 def test_a_tolerance_is_measured_where_the_reference_began() -> None:
     """What the loss has counted in one run is not where the next one begins."""

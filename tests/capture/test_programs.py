@@ -1,8 +1,8 @@
 """The trace is the model, or it is refused: small programs, each against eager.
 
 A program's verdict is "equal" (outputs, loss, gradients, parameters, buffers, attributes and logs of three steps agree
-to 1e-9), or, where the table says so, "refused" with the line and the cure; see ``runner.py``. By default every
-twentieth program runs on one rank; in the wider tier a sixteenth does, and some on two; the slow ones are all others.
+to 1e-9), or, where the table says so, "refused" with the line and the cure; see ``runner.py``. By default one of 22
+programs runs on one rank; in the wider tier one of sixteen does, and some on two; the slow ones are all others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.distributed import run_distributed
 
 PER_CALL = 13
 PROGRAMS = programs()
-QUICK = {p.name for p in PROGRAMS[::20]}
+QUICK = {p.name for p in PROGRAMS[::22]}
 LONG = {p.name for p in PROGRAMS} - {p.name for p in PROGRAMS[2::16]} - QUICK
 ON_TWO_RANKS = [p.name for p in chosen()]
 COUNT = -(-len(ON_TWO_RANKS) // PER_CALL)

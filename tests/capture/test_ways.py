@@ -277,6 +277,7 @@ def test_layers_that_ask_once_each_are_traced_once() -> None:
     assert [run.members for run in graph.runs] == [tuple(f"layers.{i}" for i in range(1, 8))]
 
 
+@pytest.mark.wide_where(lambda way: way == "small")
 @pytest.mark.parametrize("way", ["large", "small"])
 def test_layers_that_differ_on_one_way_are_not_alike(way: str) -> None:
     with pytest.raises(CaptureError, match="for the 5th time"):
@@ -287,7 +288,7 @@ def _make_layers() -> nn.Module:
     return _Layers(*(_Layer() for _ in range(6)))
 
 
-@pytest.mark.wide_where(lambda plan: plan == "tensor_parallel")
+@pytest.mark.wide
 @pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
 def test_layers_that_ask_train(plan: str) -> None:
     for rank in run_distributed(_train, plan, _make_layers, [LARGE, SMALL, 1.0, 0.3], (8, 8), world_size=2):

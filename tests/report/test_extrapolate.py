@@ -111,6 +111,7 @@ def test_the_whole_of_a_shallow_model_is_predicted() -> None:
     assert found.parts and found.seconds == evaluator.predict_program(captured, plan)[1].seconds()
 
 
+@pytest.mark.wide
 def test_a_timeline_does_not_depend_on_when_python_frees_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[tuple[DryRun, DryRun]] = []
 

@@ -111,7 +111,7 @@ def _parity(shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, A
     ("shape", "names", "options"),
     [
         ((2,), ("dp",), {"plan": "fsdp"}),
-        ((2,), ("dp",), {"backend": "aot_eager"}),
+        pytest.param((2,), ("dp",), {"backend": "aot_eager"}, marks=pytest.mark.wide),
         ((2,), ("pp",), {"pipeline": Pipeline(microbatches=4)}),
     ],
     ids=["fsdp", "compiled", "pipeline"],
