@@ -76,8 +76,9 @@ _PLAIN = (
 )  # fmt: skip
 
 
-_MOST_NUMBERS = 16
-"""That are read one by one: of more, as of all tokens by ``tolist()``, each call would have others."""
+_MOST_NUMBERS, _MOST_ANSWERS = 16, 256
+"""That are read one by one, in calls of any sizes: of more, as of all tokens, each call would have others. Answers are
+what a loop over classes asks, such as whether one is among the labels."""
 
 
 class _NotOfInputsError(Exception):
@@ -141,7 +142,9 @@ class InputsRead:
         for tensor, held in tensors:
             if held.label in self._ahead:
                 held = Held(held.label, partial(self._ahead.__getitem__, held.label))
-            if held.label not in self._counters and not (self._only_flags and not is_flag(held.find())):
+            elif self._only_flags and not is_flag(held.find()):
+                continue
+            if held.label not in self._counters:
                 self._note(tensor, held)
                 self._buffers.append((tensor, tensor._version, held))
 
@@ -319,8 +322,8 @@ class InputsRead:
         except _NotOfInputsError:
             return None
         of_inputs = bool(places_of(source))
-        many = any(size != 1 for size in tensor.shape) or len(self._reads) >= _MOST_NUMBERS
-        if self._only_numbers and many and of_inputs:
+        in_any_size = self._only_numbers and of_inputs
+        if in_any_size and (any(size != 1 for size in tensor.shape) or len(self._reads) >= _MOST_ANSWERS):
             return None
         with _torch.export.unwatched():
             state = torch.default_generator.get_state()
@@ -335,6 +338,8 @@ class InputsRead:
                 return None
             answer = function(value.clone())
         if of_inputs and not _is_whole(answer):
+            return None
+        if in_any_size and len(self._reads) >= _MOST_NUMBERS and not isinstance(answer, bool):
             return None
         if isinstance(answer, np.ndarray):
             answer.flags.writeable = False  # what is written to it would not reach the tensor

@@ -221,6 +221,25 @@ class EachWayAProgramOfItsOwn(Reader):
         return self.b(h), h
 
 
+def labelled(step: int) -> tuple[Any, ...]:
+    """Forty rows and their classes, of which some are there."""
+    return numbers(40, 8, seed=step), torch.arange(40) % (20 - step % 2)
+
+
+@program(batch=labelled)
+class AsksWhichClassesAreThere(Reader):
+    """As the Lovász loss does: more answers than numbers may be read, and all sizes stay open."""
+
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        losses = []
+        for number in range(20):
+            rows = (lengths == number).to(h.dtype)
+            if rows.sum() == 0:
+                continue
+            losses.append((rows @ h).square().sum() / rows.sum())
+        return sum(losses) * self.b(h)
+
+
 @program(batch=ragged)
 class ChecksBesideReading(Reader):
     """What only raises is left out, also where it asks by ``item()``."""
