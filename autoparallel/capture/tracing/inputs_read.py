@@ -291,6 +291,10 @@ class InputsRead:
                 if repeats.numel() == 1 and len(args) + ("repeats" in kwargs) > 1:  # one for all
                     return mapped((args, kwargs), lambda value: total if value is repeats else value)
                 return args, {**kwargs, "output_size": total}
+        if func in _SIZED_BY_LARGEST and args:
+            count, name = _SIZED_BY_LARGEST[func]
+            largest = self.read(_largest, args[0]) if len(args) <= count and name not in kwargs else None
+            return args, kwargs if largest is None else {**kwargs, name: largest + 1}
         if func in _MADE_OF_SIZES:
             return mapped((args, kwargs), self._number)
         if func in _SIZED:
@@ -380,6 +384,10 @@ def _sum(repeats: Tensor) -> int:
     return int(repeats.sum())
 
 
+def _largest(classes: Tensor) -> int:
+    return int(classes.max()) if classes.numel() else -1
+
+
 _MADE_OF_SIZES = frozenset((torch.arange, torch.empty, torch.zeros, torch.ones, torch.full))
 _SIZED = frozenset((
     Tensor.view, Tensor.reshape, torch.reshape, Tensor.expand, Tensor.repeat, Tensor.split, torch.split,
@@ -388,4 +396,8 @@ _SIZED = frozenset((
 ))  # fmt: skip
 """Functions behind whose first argument sizes stand, which may be tensors."""
 _NONZERO = frozenset((torch.where, torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere))
+_SIZED_BY_LARGEST = {
+    torch.bincount: (2, "minlength"), Tensor.bincount: (2, "minlength"), torch.nn.functional.one_hot: (1, "num_classes")
+}  # fmt: skip
+"""What has as many entries as the largest number says, by the arguments that stand before the one that says so, too."""
 _SIZED_BY_REPEATS = frozenset((torch.repeat_interleave, Tensor.repeat_interleave))

@@ -2,23 +2,26 @@
 
 torch sorts them and takes them apart by steps, so that the lengths decide sizes.  A trace has padded sequences instead:
 a recurrent layer goes over all steps, and what is behind an end changes nothing before it.  Backwards each sequence is
-turned around by itself.
+turned around by itself.  Where the model takes a packed one apart, its rows are those that a mask selects.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import rnn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from autoparallel.capture.tracing.trace import listening, refuse
+from autoparallel.capture.tracing.trace import listening
 from autoparallel.graph.lines import line_of_frame
 
-_PACK, _PAD = rnn.pack_padded_sequence, rnn.pad_packed_sequence
+_PACK, _PAD, _MAKE = rnn.pack_padded_sequence, rnn.pad_packed_sequence, rnn.PackedSequence.__new__
 _FORWARDS: dict[type[nn.RNNBase], Any] = {cls: cls.forward for cls in (nn.LSTM, nn.GRU, nn.RNN)}
 _LAYERS: dict[str, Any] = {
     "LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu
@@ -28,11 +31,42 @@ _CLOSED = 1e4
 """What is added to a gate to open or close it altogether: its sigmoid is 1 or 0 in every dtype."""
 
 
-def _refuse(*_: Any) -> Any:
-    raise refuse(
-        "a PackedSequence is taken apart",
-        "use what pad_packed_sequence() makes of it, or the states that the layer gives",
-    )
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """How sequences are packed.
+
+    Attributes:
+        lengths: of the sequences, (sequences,).
+        count: of the steps that they are padded to.
+        order: the numbers of the sequences as they are packed, (sequences,); None where that is how they stand.
+    """
+
+    lengths: Tensor
+    count: int
+    order: Tensor | None
+
+    @cached_property
+    def within(self) -> Tensor:
+        """Whether a step is within a sequence, as they are packed, (steps, sequences)."""
+        lengths = self.lengths if self.order is None else self.lengths[self.order]
+        return torch.arange(self.count).unsqueeze(1) < lengths
+
+    @cached_property
+    def batch_sizes(self) -> Tensor:
+        """How many sequences have a step, (longest length,)."""
+        sizes = self.within.sum(1)
+        sizes = sizes[sizes > 0]
+        _PACKINGS[sizes] = self
+        return sizes
+
+    @cached_property
+    def unsorted(self) -> Tensor | None:
+        """Where each sequence is packed, (sequences,)."""
+        return None if self.order is None else rnn.invert_permutation(self.order)
+
+
+_PACKINGS = WeakIdKeyDictionary()
+"""The packings by their batch sizes, with which a model packs what it has made of the rows."""
 
 
 class PaddedSequence(rnn.PackedSequence):
@@ -40,19 +74,65 @@ class PaddedSequence(rnn.PackedSequence):
 
     Attributes:
         steps: the padded sequences, (steps, sequences, features).
-        lengths: of the sequences, (sequences,).
+        packing: how they are packed.
     """
 
     steps: Tensor
-    lengths: Tensor
+    packing: Packing
 
-    def __new__(cls, steps: Tensor, lengths: Tensor) -> PaddedSequence:
+    def __new__(cls, steps: Tensor, packing: Packing) -> PaddedSequence:
         sequence: PaddedSequence = tuple.__new__(cls, (None, None, None, None))
-        sequence.steps, sequence.lengths = steps, lengths
+        sequence.steps, sequence.packing = steps, packing
         return sequence
 
-    data = batch_sizes = sorted_indices = unsorted_indices = property(_refuse)
-    __iter__ = __getitem__ = _refuse
+    @cached_property
+    def data(self) -> Tensor:
+        """The rows, (rows, features)."""
+        order = self.packing.order
+        steps = self.steps if order is None else self.steps.index_select(1, order.to(self.steps.device))
+        rows: Tensor = steps[self.packing.within.to(steps.device)]
+        return rows
+
+    batch_sizes = property(lambda self: self.packing.batch_sizes)
+    sorted_indices = property(lambda self: self.packing.order)
+    unsorted_indices = property(lambda self: self.packing.unsorted)
+
+    def __getitem__(self, key: Any) -> Any:
+        names = self._fields[key]
+        return getattr(self, names) if isinstance(names, str) else tuple([getattr(self, name) for name in names])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[:])
+
+    def to(self, *args: Any, **kwargs: Any) -> PaddedSequence:
+        return PaddedSequence(self.steps.to(*args, **kwargs), self.packing)
+
+    def _replace(self, **fields: Any) -> Any:
+        return rnn.PackedSequence(*[fields.get(name, getattr(self, name)) for name in self._fields])
+
+
+def _make(
+    cls: type[rnn.PackedSequence],
+    data: Tensor,
+    batch_sizes: Tensor | None = None,
+    sorted_indices: Tensor | None = None,
+    unsorted_indices: Tensor | None = None,
+) -> Any:
+    """A ``PackedSequence`` of other rows that are packed as those of another one."""
+    packing: Packing | None = None if batch_sizes is None else _PACKINGS.get(batch_sizes)
+    if packing is None:
+        return _MAKE(cls, data, batch_sizes, sorted_indices, unsorted_indices)
+    if sorted_indices is None and unsorted_indices is not None:
+        sorted_indices = rnn.invert_permutation(unsorted_indices)
+    within = packing.within.to(data.device)
+    steps = data.new_zeros(*within.shape, *data.shape[1:])
+    steps[within] = data
+    if sorted_indices is not packing.order:
+        lengths = packing.lengths if packing.order is None else packing.lengths[packing.order]
+        back = None if sorted_indices is None else rnn.invert_permutation(sorted_indices)
+        packing = Packing(lengths if back is None else lengths[back], packing.count, sorted_indices)
+    back = packing.unsorted
+    return PaddedSequence(steps if back is None else steps.index_select(1, back.to(steps.device)), packing)
 
 
 def _pack(input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True) -> Any:
@@ -60,7 +140,12 @@ def _pack(input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted
     if trace is None:
         return _PACK(input, lengths, batch_first, enforce_sorted)
     trace.left_out[line_of_frame(sys._getframe(1))] = "a check of the lengths of sequences"
-    return PaddedSequence(input.transpose(0, 1) if batch_first else input, torch.as_tensor(lengths, dtype=torch.int64))
+    steps = input.transpose(0, 1) if batch_first else input
+    if any(isinstance(length, torch.SymInt) for length in lengths):
+        lengths = torch.cat([torch.full((1,), length) for length in lengths])
+    lengths = torch.as_tensor(lengths, dtype=torch.int64)
+    order = None if enforce_sorted else lengths.sort(descending=True)[1]
+    return PaddedSequence(steps, Packing(lengths, steps.shape[0], order))
 
 
 def _pad(
@@ -68,15 +153,15 @@ def _pad(
 ) -> tuple[Tensor, Tensor]:
     if not isinstance(sequence, PaddedSequence):
         return _PAD(sequence, batch_first, padding_value, total_length)
-    x, count = sequence.steps, sequence.steps.shape[0]
-    length = int(sequence.lengths.max()) if total_length is None else total_length
+    x, count, lengths = sequence.steps, sequence.packing.count, sequence.packing.lengths
+    length = int(lengths.max()) if total_length is None else total_length
     if padding_value:
-        within = _count_steps(x) < sequence.lengths.to(x.device)
+        within = _count_steps(x) < lengths.to(x.device)
         x = torch.where(within.unsqueeze(-1), x, padding_value)
     if length != count:
         more = x.new_full((max(length - count, 0), *x.shape[1:]), padding_value)
         x = torch.cat([x[:length], more]) if length > count else x[:length]
-    return x.transpose(0, 1) if batch_first else x, sequence.lengths
+    return x.transpose(0, 1) if batch_first else x, lengths
 
 
 def _count_steps(steps: Tensor) -> Tensor:
@@ -87,7 +172,7 @@ def _count_steps(steps: Tensor) -> Tensor:
 def _forward(forward: Callable[..., Any], layer: nn.RNNBase, input: Any, hx: Any = None) -> Any:
     if not isinstance(input, PaddedSequence):
         return forward(layer, input, hx)
-    steps, lengths, numbers = input.steps, input.lengths.to(input.steps.device), _count_steps(input.steps)
+    steps, lengths, numbers = input.steps, input.packing.lengths.to(input.steps.device), _count_steps(input.steps)
     within = numbers < lengths
     backwards = torch.where(within, lengths - 1 - numbers, numbers).unsqueeze(-1)  # what is behind an end stays
     sides = 2 if layer.bidirectional else 1
@@ -108,7 +193,7 @@ def _forward(forward: Callable[..., Any], layer: nn.RNNBase, input: Any, hx: Any
         if layer.dropout and number < layer.num_layers - 1:
             steps = nn.functional.dropout(steps, layer.dropout, layer.training)
     last = tuple([torch.cat(parts) for parts in zip(*ends, strict=True)])
-    return PaddedSequence(steps, input.lengths), last if layer.mode == "LSTM" else last[0]
+    return PaddedSequence(steps, input.packing), last if layer.mode == "LSTM" else last[0]
 
 
 def _run(
@@ -133,6 +218,7 @@ def _run(
 NAMES: tuple[tuple[Any, str, Any], ...] = (
     (rnn, "pack_padded_sequence", _pack),
     (rnn, "pad_packed_sequence", _pad),
+    (rnn.PackedSequence, "__new__", staticmethod(_make)),
     *(
         (cls, "forward", lambda *args, f=forward, **kwargs: _forward(f, *args, **kwargs))
         for cls, forward in _FORWARDS.items()

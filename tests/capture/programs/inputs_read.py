@@ -221,6 +221,17 @@ class EachWayAProgramOfItsOwn(Reader):
         return self.b(h), h
 
 
+@program(batch=ragged)
+class AsManyAsTheLargestSays(Reader):
+    """``bincount`` and ``one_hot`` of an input, without a number of classes."""
+
+    def read(self, h: Tensor, lengths: Tensor) -> Any:
+        counts = torch.bincount(lengths).to(h.dtype)
+        weighed = (lengths - 1).bincount(weights=lengths.double())
+        chosen = nn.functional.one_hot(lengths).to(h.dtype).sum(0)
+        return self.b(h[:, :2]).flatten(1) * (counts.square().sum() + weighed.sum()), chosen * h.sum()
+
+
 def labelled(step: int) -> tuple[Any, ...]:
     """Forty rows and their classes, of which some are there."""
     return numbers(40, 8, seed=step), torch.arange(40) % (20 - step % 2)

@@ -88,18 +88,44 @@ class PooledOverSteps(Packs):
         return self.each(padded.sum(1) / counts[:, None]), self.last(last), counts
 
 
-@program(batch=lambda step: (numbers(4, 6, 8, seed=step), torch.tensor([6, 4, 3, 1])), refused="pad_packed_sequence")
-class TakenApart(Packs):
-    """Each step counts once, whatever sequence it is of: of padded ones, more would."""
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
-        packed = pack_padded_sequence(x, lengths, batch_first=True)
-        out, _ = self.rnn(packed)
-        return self.each(out.data).mean(0)  # refused
+def falling(step: int) -> tuple[Tensor, Tensor]:
+    return numbers(4, 6, 8, seed=step), torch.tensor([[6, 4, 3, 1], [6, 6, 2, 1], [5, 4, 3, 2]][step])
 
 
-@program(batch=lambda step: (numbers(4, 6, 8, seed=step), torch.tensor([6, 4, 3, 1])), refused="pad_packed_sequence")
-class DropsOfPacked(Packs):
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
-        data, sizes, *_ = pack_padded_sequence(x, lengths, batch_first=True)  # refused
-        return self.each(self.rnn(rnn.PackedSequence(data.relu(), sizes))[0].data)
+@program(batch=falling, ranks=True)
+class RowsOfPacked(Packs):
+    """As captions of images are learned: each word counts once, whatever sentence it is of."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        out, _ = self.rnn(pack_padded_sequence(x, lengths, batch_first=True))
+        words = pack_padded_sequence(x.argmax(-1) % 3, lengths, batch_first=True)[0]
+        return self.each(out.data).mean(0), nn.functional.cross_entropy(self.each(out[0]), words)
+
+
+@program(batch=falling, ranks=True)
+class PacksRowsAnew(Packs):
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        data, sizes, *_ = pack_padded_sequence(x, lengths, batch_first=True)
+        out, states = self.rnn(rnn.PackedSequence(data.relu(), sizes))
+        return self.each(out.data), *states, pad_packed_sequence(out)[0], sizes
+
+
+@program(batch=several)
+class PacksRowsOfUnsorted(Packs):
+    """With the order of before, and without one."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        packed = packed._replace(data=packed.data.relu()).to(x.dtype)
+        out, (last, _) = self.rnn(packed)
+        other = rnn.PackedSequence(out.data.tanh(), out.batch_sizes, None, out.unsorted_indices)
+        longest_first = rnn.PackedSequence(out.data, out.batch_sizes)
+        padded = [pad_packed_sequence(each)[0] for each in (other, longest_first)]
+        return self.each(other.data), last, *padded, packed.sorted_indices, packed.unsorted_indices
+
+
+@program(batch=lambda step: (*numbers(6, 8, seed=step).split([3, 1, 2]),))
+class PacksAList(Packs):
+    def forward(self, *sequences: Tensor) -> Any:
+        out, _ = self.rnn(rnn.pack_sequence(sequences, enforce_sorted=False))
+        return [self.each(sequence) for sequence in rnn.unpack_sequence(out)]
