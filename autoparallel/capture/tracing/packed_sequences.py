@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoparallel.capture.tracing.trace import listening
 from autoparallel.graph.lines import line_of_frame
 
-_PACK, _PAD, _MAKE = rnn.pack_padded_sequence, rnn.pad_packed_sequence, rnn.PackedSequence.__new__
 _FORWARDS: dict[type[nn.RNNBase], Any] = {cls: cls.forward for cls in (nn.LSTM, nn.GRU, nn.RNN)}
 _LAYERS: dict[str, Any] = {
     "LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu
@@ -145,6 +145,7 @@ def _pack(input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted
         lengths = torch.cat([torch.full((1,), length) for length in lengths])
     lengths = torch.as_tensor(lengths, dtype=torch.int64)
     order = None if enforce_sorted else lengths.sort(descending=True)[1]
+    steps = _fill(steps, lengths, 0.0)  # what is padded with may be no number
     return PaddedSequence(steps, Packing(lengths, steps.shape[0], order))
 
 
@@ -156,8 +157,7 @@ def _pad(
     x, count, lengths = sequence.steps, sequence.packing.count, sequence.packing.lengths
     length = int(lengths.max()) if total_length is None else total_length
     if padding_value:
-        within = _count_steps(x) < lengths.to(x.device)
-        x = torch.where(within.unsqueeze(-1), x, padding_value)
+        x = _fill(x, lengths, padding_value)
     if length != count:
         more = x.new_full((max(length - count, 0), *x.shape[1:]), padding_value)
         x = torch.cat([x[:length], more]) if length > count else x[:length]
@@ -167,6 +167,12 @@ def _pad(
 def _count_steps(steps: Tensor) -> Tensor:
     """The numbers of the steps, (steps, 1)."""
     return torch.arange(steps.shape[0], device=steps.device).unsqueeze(1)
+
+
+def _fill(steps: Tensor, lengths: Tensor, value: float) -> Tensor:
+    """The steps, with a number behind the ends."""
+    behind = _count_steps(steps) >= lengths.to(steps.device)
+    return steps.masked_fill(behind.view(*behind.shape, *[1] * (steps.dim() - 2)), value)
 
 
 def _forward(forward: Callable[..., Any], layer: nn.RNNBase, input: Any, hx: Any = None) -> Any:
@@ -215,9 +221,23 @@ def _run(
     return torch.where(within.unsqueeze(-1), result, 0.0), result.gather(0, last), *cells
 
 
+def _as_stood_for(*args: Any, stand_in: Callable[..., Any], **kwargs: Any) -> Any:
+    """The code that a function has meanwhile, wherever a model has it from."""
+    return stand_in(*args, **kwargs)
+
+
+def _copy(function: Any) -> Any:
+    """What a function does when nothing is traced."""
+    return FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+
+
+_PACK, _PAD = _copy(rnn.pack_padded_sequence), _copy(rnn.pad_packed_sequence)
+_MAKE = rnn.PackedSequence.__new__
+_STAND_INS: dict[Any, Any] = {rnn.pack_padded_sequence: _pack, rnn.pad_packed_sequence: _pad}
+
 NAMES: tuple[tuple[Any, str, Any], ...] = (
-    (rnn, "pack_padded_sequence", _pack),
-    (rnn, "pad_packed_sequence", _pad),
+    *((function, "__kwdefaults__", {"stand_in": stand_in}) for function, stand_in in _STAND_INS.items()),
+    *((function, "__code__", _as_stood_for.__code__) for function in _STAND_INS),
     (rnn.PackedSequence, "__new__", staticmethod(_make)),
     *(
         (cls, "forward", lambda *args, f=forward, **kwargs: _forward(f, *args, **kwargs))
@@ -225,6 +245,3 @@ NAMES: tuple[tuple[Any, str, Any], ...] = (
     ),
 )
 """The names of torch that are replaced while a model is traced."""
-
-IMPORTED = ((_PACK, _pack), (_PAD, _pad))
-"""What modules may have imported, with what stands for it."""

@@ -31,7 +31,6 @@ from autoparallel.capture.tracing.drawn_numbers import DRAWS
 from autoparallel.capture.tracing.functions import function_apply, function_under_vmap
 from autoparallel.capture.tracing.numbers_read import NAMES as NUMBERS_READ
 from autoparallel.capture.tracing.open_numbers import NAMES as OPEN_NUMBERS
-from autoparallel.capture.tracing.packed_sequences import IMPORTED as OF_SEQUENCES
 from autoparallel.capture.tracing.packed_sequences import NAMES as PACKED_SEQUENCES
 from autoparallel.capture.tracing.positions import PACKED, masks_of_transformers, unless_counting
 from autoparallel.capture.tracing.seeding import NAMES as SEEDS
@@ -319,7 +318,6 @@ _IMPORTED = [
     *OF_MATH.values(),
     *OF_NUMPY.values(),
     *((function, stand_in) for _, _, function, stand_in in DRAWS),
-    *OF_SEQUENCES,
 ]
 """What modules may have imported from libraries, with what stands for it."""
 

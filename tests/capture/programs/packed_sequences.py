@@ -88,6 +88,53 @@ class PooledOverSteps(Packs):
         return self.each(padded.sum(1) / counts[:, None]), self.last(last), counts
 
 
+def with_gaps(step: int) -> tuple[Tensor, Tensor]:
+    """Behind an end stands what is no number, or far too large."""
+    x, lengths = several(step)
+    behind = torch.arange(6) >= lengths[:, None]
+    return x.masked_fill(behind[:, :, None], float("nan") if step % 2 else -1e9), lengths
+
+
+@program(batch=with_gaps, ranks=True)
+class PacksWhatIsPaddedWithAnything(Packs):
+    """Nothing is read behind an end."""
+
+    make = partial(nn.LSTM, 8, 5, 2, batch_first=True, bidirectional=True)
+
+
+@program(batch=with_gaps)
+class PadsWhatItPacks(Packs):
+    """Without a layer between: zeros stand behind the ends."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        padded, counts = pad_packed_sequence(packed, batch_first=True, total_length=7)
+        numbers, _ = pad_packed_sequence(
+            pack_padded_sequence(x.detach().isnan().sum(-1), lengths, True, False), True, -1.0
+        )
+        return self.each(self.rnn(padded)[0]), numbers, counts
+
+
+@program(batch=lambda step: (numbers(4, 6, 8, seed=step), torch.tensor([6, 4, 3, 1])))
+def packs_by_functions_that_it_holds() -> nn.Module:
+    """They were imported by another function, or are attributes."""
+    from torch.nn.utils.rnn import pack_padded_sequence as pack
+
+    class Holds(Packs):
+        make = partial(nn.GRU, 8, 5, batch_first=True)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.pad = partial(pad_packed_sequence, batch_first=True)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            out, last = self.rnn(pack(x, lengths, batch_first=True))
+            padded, counts = self.pad(out)
+            return self.each(padded), self.last(last), counts
+
+    return Holds()
+
+
 def falling(step: int) -> tuple[Tensor, Tensor]:
     return numbers(4, 6, 8, seed=step), torch.tensor([[6, 4, 3, 1], [6, 6, 2, 1], [5, 4, 3, 2]][step])
 
