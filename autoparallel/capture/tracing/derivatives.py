@@ -81,7 +81,7 @@ def differentiate(
     with torch.enable_grad():
         computed = trace.run_silently(compute, outputs)
     trace.differentiates = line_of_frame(sys._getframe(1))
-    seeds = [_one_of(x) if g is None else g for x, g in zip(outputs, gradients, strict=True)]
+    seeds = [ones_for(x) if g is None else g for x, g in zip(outputs, gradients, strict=True)]
     places = [i for i, x in enumerate(computed) if x is not None]
     follows = create_graph and any(computed[i].requires_grad for i in places)
     noted = torch.ops.autoparallel.derivative(outputs, [inputs[i] for i in places], seeds, follows)
@@ -112,8 +112,8 @@ _MOST_ROWS = 256
 """Each is a derivative of its own in the program."""
 
 
-def _one_of(output: Tensor) -> Tensor:
-    """The gradient of a scalar by itself, which depends on no row."""
+def ones_for(output: Tensor) -> Tensor:
+    """The gradients of scalars by themselves, which depend on no row."""
     return torch.ones(output.shape, dtype=output.dtype, device=output.device)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch import transforms
+from autoparallel.capture.tracing.derivatives import ones_for
 from autoparallel.capture.tracing.trace import listening, refuse
 
 _GRAD_AND_VALUE: Any = transforms.TRANSFORMS.grad_and_value_impl
@@ -81,7 +82,7 @@ def _gradients(outputs: Sequence[Any], leaves: Any, seeds: Sequence[Tensor | Non
     inputs = list(map(transforms.below_transforms, flat))
     vectors = [None if g is None else _restore_dims(g, rest | shared) for _, g in pairs]
     with transforms.untransformed():
-        products = [torch.ones_like(x) if g is None else g for x, g in zip(wholes, vectors, strict=True)]
+        products = [ones_for(x) if g is None else g for x, g in zip(wholes, vectors, strict=True)]
         places = [levels.index(level) for level in rest]
         if rest:
             products = [g.movedim(places, [*range(len(rest))]).flatten(0, len(rest) - 1) for g in products]
