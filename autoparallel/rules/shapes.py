@@ -131,9 +131,21 @@ def select(node: fx.Node) -> Rule:
 
 def diagonal(node: fx.Node) -> Rule:
     """The rule of the diagonal of two dims, which becomes the last one."""
+    names, of_diagonal = _names_of_diagonal(node)
+    return dimwise(node, [names], of_diagonal, linear=[(0,)])
+
+
+def diagonal_scatter(node: fx.Node) -> Rule:
+    """The rule of a tensor of which the diagonal of two dims is replaced."""
+    names, of_diagonal = _names_of_diagonal(node)
+    return dimwise(node, [names, of_diagonal], names, linear=[(0, 1)])
+
+
+def _names_of_diagonal(node: fx.Node) -> tuple[list[str], list[str]]:
+    """The dims of a tensor, and of the diagonal of two of them."""
     values, rank = arguments(node), len(operand_shapes(node)[0])
     names = dim_names(rank, {values["dim1"] % rank, values["dim2"] % rank})
-    return dimwise(node, [names], [*(n for n in names if n.startswith("d")), "xo"], linear=[(0,)])
+    return names, [*(n for n in names if n.startswith("d")), "xo"]
 
 
 def pad(node: fx.Node) -> Rule:

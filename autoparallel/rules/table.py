@@ -237,6 +237,7 @@ BY_ARGUMENTS: dict[Any, RuleMaker] = {
     aten.permute.default: shapes.permutation,
     aten.select.int: shapes.select,
     aten.diagonal.default: shapes.diagonal,
+    aten.diagonal_scatter.default: shapes.diagonal_scatter,
     aten.pad.default: shapes.pad,
     aten.constant_pad_nd.default: shapes.pad,
     aten.slice_scatter.default: shapes.slice_scatter,

@@ -533,6 +533,7 @@ def _shapes() -> list[Example]:
         e(aten.unfold.default, (real(6, 6, 6), 1, 3, 2)),
         e(aten.diag_embed.default, (real(6, 4), 1)),
         e(aten.diagonal.default, (real(6, 3, 4), 1, 1, 2)),
+        e(aten.diagonal_scatter.default, (real(6, 3, 4), real(6, 3), 1, 1, 2)),
         e(aten.view_as_complex.default, (real(6, 6, 2),)),
         e(aten.view_as_real.default, (torch.complex(real(6, 6), real(6, 6)),)),
         e(aten.cat.default, ([real(6, 2), real(6, 3)], 1)),
