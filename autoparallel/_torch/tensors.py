@@ -141,12 +141,16 @@ storage_mark: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: igno
 """A number of a tensor's storage, which no other has while there is a reference to that, a weak one at least."""
 
 
+def memory_mark(tensor: torch.Tensor) -> int:
+    """A number of the storage in which a tensor lies, below what transforms of ``torch.func`` show; 0 where there is
+    none, as for a sparse tensor."""
+    tensor = below_transforms(tensor)
+    return storage_mark(tensor) if torch._C._has_storage(tensor) else 0
+
+
 def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors lie in one storage; below what transforms of ``torch.func`` show, and not where one has none,
-    as a sparse tensor."""
-    one, other = below_transforms(one), below_transforms(other)
-    both = torch._C._has_storage(one) and torch._C._has_storage(other)
-    return both and storage_mark(one) == storage_mark(other)
+    """Whether two tensors lie in one storage."""
+    return memory_mark(one) == memory_mark(other) != 0
 
 
 def count_references(tensor: torch.Tensor) -> int:

@@ -166,13 +166,13 @@ class InputsRead:
 
     def _note(self, tensor: Tensor, source: Source) -> None:
         self._sources[id(tensor)] = tensor, tensor._version, source
-        self._memories[_torch.tensors.storage_mark(tensor)][id(tensor)] = tensor
+        self._memories[_torch.tensors.memory_mark(tensor)][id(tensor)] = tensor
 
     def _find_views(self, tensor: Any) -> list[Tensor]:
         """What lies in the memory of a tensor, itself among it, and follows from inputs."""
         if not isinstance(tensor, Tensor):
             return []
-        memory = self._memories.get(_torch.tensors.storage_mark(tensor), {})
+        memory = self._memories.get(_torch.tensors.memory_mark(tensor), {})
         return [x for x in memory.values() if self._is_of_inputs(x)]
 
     def _source(self, value: Any) -> Any:
@@ -260,7 +260,7 @@ class InputsRead:
 
     def _forget(self, written: Tensor) -> None:
         """Notes that nobody knows what lies in the memory of a tensor."""
-        for number in self._memories.pop(_torch.tensors.storage_mark(written), ()):
+        for number in self._memories.pop(_torch.tensors.memory_mark(written), ()):
             self._sources.pop(number, None)
 
     def _positions(self, mask: Tensor) -> tuple[Tensor, ...] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.func import grad, vmap
 
 from tests.capture.programs.inplace import Two
 from tests.capture.programs.loops import finish
@@ -162,3 +163,32 @@ class ReadsWhatActivationsDecide(Counted):
         width = int(self.count)  # refused
         self.count.copy_((h > 0).sum() % 4 + 1)
         return self.b(h)[:, :width]
+
+
+@program(ranks=True)
+class AsksUnderVmap(Masked):
+    """What parts have in common has values there, too."""
+
+    def energy(self, row: Tensor) -> Tensor:
+        h = self.a(row)
+        for place, keeps in enumerate(self.mask.tolist()):
+            h = torch.tanh(h) + row[place] if keeps else h
+        return self.b(torch.cat([h[self.mask], h[~self.mask]])).square().sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return vmap(grad(self.energy))(x)
+
+
+@program(
+    batch=lambda step: (numbers(4, 8, seed=step), torch.tensor([[1, 2], [0, 1]]) + step),
+    refused="compute it outside of the model",
+)
+class ReadsWhatVmapHasWritten(Two):
+    """To each row of a tensor: nobody follows it."""
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        counts = counts.clone()
+        first = int(counts[0, 0])
+        vmap(lambda row: row.mul_(2))(counts)
+        h = self.a(x) * (counts[0, 0] - first)
+        return self.b(h)[:, : counts[1, 1] + 1]  # refused
