@@ -48,6 +48,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._sympy.functions import Mod, PythonMod
 
 from autoparallel._torch.numbers import is_of_floats
+from autoparallel._torch.transforms import below_transforms
 
 _EXPORT = "torch.export._trace"
 
@@ -234,6 +235,18 @@ def forget_constant(value: Any) -> None:
     memory torch would read."""
     if isinstance(value, FakeTensor):
         value.constant = None
+
+
+def is_real(value: Any) -> bool:
+    """Whether a value is a tensor with values of its own, as variables around a model hold, and no stand-in."""
+    plain = isinstance(value, torch.Tensor) and not (value.is_meta or is_fake(value))
+    return plain and below_transforms(value) is value
+
+
+def as_traced(value: Any) -> Any:
+    """What a trace has of a tensor around the model, whose values are read when the program runs; any other value
+    itself."""
+    return value.detach() if is_real(value) else value
 
 
 def has_unknown_sizes(mode: FakeTensorMode) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from autoparallel.capture.refusals.refusals import is_dense, require_dense
 from autoparallel.capture.training import Training
 from autoparallel.graph.beside import method_of, take_apart
 from autoparallel.graph.errors import CaptureError
+from autoparallel.graph.input_values import Held
 from autoparallel.graph.plain_tensors import (
     LOSS,
     REPLACED,
@@ -103,6 +105,10 @@ class Copies:
         self._constants = {
             name: self.fakes[id(t)] for name, t in tensors.items() if name not in self._attributes and t not in REPLACED
         }
+        self._held = [
+            (self.fakes[id(t)], Held(name, functools.partial(_itself, t)))
+            for name, t in tensors.items() if name in self._constants and not t.requires_grad
+        ]  # fmt: skip
         self.references = {id(self.fakes[id(t)]): t for t in tensors.values()}
         self.owners |= {name: name for name in self._attributes}
         self._trained = trained_attributes(tensors)
@@ -151,6 +157,7 @@ class Copies:
         wrapper.findings.copies = table
         buffers = model.named_buffers(remove_duplicate=False)
         wrapper.findings.sparse = frozenset(name for name, x in buffers if not is_dense(x))
+        wrapper.findings.constants = self._held
         wrapper.findings.existing = {*map(id, table.values()), *inputs.ids}
         wrapper.findings.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
         return wrapper
@@ -197,6 +204,10 @@ def _tie_tables(memo: dict[int, Any]) -> None:
         if isinstance(original, dict) and is_data(original) and vars(original) is original:
             twin = memo[id(original)]
             twin.__dict__ = twin
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _owners_of(model: nn.Module) -> dict[str, str]:

@@ -30,6 +30,7 @@ from autoparallel.graph.beside import method_of, take_apart
 from autoparallel.graph.caches import caches_in, release, tensors_in
 from autoparallel.graph.changed_arguments import ARGUMENTS, describe_changes, note_containers
 from autoparallel.graph.errors import CaptureError
+from autoparallel.graph.input_values import Held
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.nesting import cast_floats, flatten_results
 from autoparallel.graph.python_state import is_plain
@@ -56,6 +57,7 @@ class Findings:
         registered: the parameters and buffers of the copy before a trace, by their names.
         trained_apart: the tensors of the user's own to which the backward of the results brings a gradient.
         sparse: the names of buffers that are not dense.
+        constants: the tensors of the copy that are in lists and objects, with those of the model.
         memory: which leaves of its results, by their places, and which new values of buffers, by name, lie in that of
             a tensor of the model or of an input.
     """
@@ -72,6 +74,7 @@ class Findings:
     registered: dict[str, torch.Tensor] = field(default_factory=dict)
     trained_apart: list[torch.Tensor] = field(default_factory=list)
     sparse: frozenset[str] = frozenset()
+    constants: Sequence[tuple[torch.Tensor, Held]] = ()
     memory: dict[int | str, SharedMemory] = field(default_factory=dict)
 
 
@@ -178,7 +181,7 @@ class Training(nn.Module):
             trace.attributes.note_tensors(now, inputs)
             trace.note_inputs(inputs)
             if trace.inputs is not None:
-                trace.inputs.note_held(trace.attributes.buffers())
+                trace.inputs.note_held([*trace.attributes.buffers(), *self.findings.constants])
         self._changes: dict[str, Any] = {}
         args, kwargs = release(pytree.tree_unflatten(inputs, nesting))
         kwargs, beside = take_apart(kwargs)

@@ -430,7 +430,12 @@ def is_library(filename: str) -> bool:
     package = _installed_as(filename)
     if package is not None:
         return package in LIBRARIES
-    return filename.startswith(("<", *_PREFIXES))
+    return filename.startswith(_PREFIXES) or is_generated(filename)
+
+
+def is_generated(filename: str) -> bool:
+    """Whether a library has generated what is said to be in a file."""
+    return filename.startswith("<") and not filename.startswith(_TYPED)
 
 
 def is_users_file(filename: str) -> bool:
@@ -440,5 +445,8 @@ def is_users_file(filename: str) -> bool:
 
 OURS = __file__.rpartition("/graph/")[0] + "/"
 """Where our own Python lies."""
+
+_TYPED = "<stdin>", "<input>", "<console>", "<python-input", "<ipython-input", "<doctest ", "<torch_package_"
+"""The files of what is typed at a prompt or in a notebook; what libraries generate has others, ``<string>`` mostly."""
 
 _PREFIXES = tuple({enum.__file__.rpartition("/")[0] + "/", _torch.export.FOLDER, OURS})

@@ -26,6 +26,7 @@ from autoparallel import _torch
 from autoparallel.capture.tracing.drawn_scalars import number_of
 from autoparallel.capture.tracing.errors import is_caught
 from autoparallel.capture.tracing.trace import Trace, listening
+from autoparallel.graph.input_values import mapped
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import OURS
 
@@ -62,6 +63,7 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return number if func is Tensor.item else bool(number)
     if alone and (answer := trace.read(func, tensor)) is not None:
         return answer
+    args, kwargs = mapped((args, kwargs), _torch.export.as_traced)
     if func is _SYM_BOOL and frame.f_code.co_filename.startswith(_MODULES_OF_TORCH):
         return _torch.export.guard_strictly(tensor)
     of_torch = frame.f_code.co_filename.startswith(_torch.export.FOLDER)

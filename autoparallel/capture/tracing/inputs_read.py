@@ -76,6 +76,8 @@ _PLAIN = (
 )  # fmt: skip
 
 
+_AROUND = "a tensor around the model"
+
 _MOST_NUMBERS, _MOST_ANSWERS = 16, 256
 """That are read one by one, in calls of any sizes: of more, as of all tokens, each call would have others. Answers are
 what a loop over classes asks, such as whether one is among the labels."""
@@ -179,6 +181,9 @@ class InputsRead:
         """What stands for one argument of a call in a step."""
         if isinstance(value, _PLAIN) or isinstance(value, torch.Size) and all(type(size) is int for size in value):
             return value
+        is_new = not self._only_flags and id(value) not in self._sources
+        if is_new and _torch.export.is_real(value) and not value.requires_grad:
+            self._note(value, Held(_AROUND, partial(_itself, value)))
         if not self._is_of_inputs(value):
             raise _NotOfInputsError
         return self._sources[id(value)][2]
@@ -374,6 +379,10 @@ def _is_whole(answer: Any) -> bool:
     if isinstance(answer, np.ndarray | np.generic):
         return answer.dtype.kind in "iub"
     return isinstance(answer, int | str)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _count(mask: Tensor) -> int:

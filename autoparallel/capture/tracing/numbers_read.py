@@ -34,11 +34,17 @@ def _read(
     answer = trace.read(lambda values: func(values, *args, **kwargs), x)
     if answer is not None:
         return answer
+    x = _torch.export.as_traced(x)
     try:
         return (instead or func)(x, *args, **kwargs)
     except Exception as error:
         note_raised(error)
         raise
+
+
+def _read_list(trace: Trace, func: Callable[..., Any], x: Tensor) -> Any:
+    """What ``tolist()`` gives of a tensor around the model; of others, theirs is asked (see ``NAMES``)."""
+    return _read(trace, func, x, instead=lambda traced: traced.tolist())
 
 
 def _read_array(trace: Trace, func: Callable[..., Any], x: Tensor, *, force: bool = False) -> Any:
@@ -151,6 +157,7 @@ _OF_NAN = "ask the tensor, if x.isnan().any(): ..., or look at the loss in the l
 READS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.__array__, Tensor.__int__, Tensor.__float__, Tensor.__index__), _read),
     Tensor.numpy: _read_array,
+    Tensor.tolist: _read_list,
     **dict.fromkeys((Tensor.__len__, Tensor.unbind, torch.unbind), _note_length),
 }  # fmt: skip
 """The functions that read values, or tell which they are, with what takes their place while a model is traced."""

@@ -34,15 +34,16 @@ def _text_of_tensor(original: Callable[..., str]) -> Callable[..., str]:
 
     def method(self: Tensor, *args: Any, **kwargs: Any) -> str:
         trace, frame = listening(), _who_asks()
-        if trace is None or not _torch.export.is_fake(self) or _is_by_torch(frame):
+        is_around = _torch.export.is_real(self)
+        if trace is None or not (is_around or _torch.export.is_fake(self)) or _is_by_torch(frame):
             return original(self, *args, **kwargs)
         if is_message(frame):
-            return _REPR(self)
+            return original(self, *args, **kwargs) if is_around else _REPR(self)
         if (constant := getattr(self, "constant", None)) is not None:
             return original(constant, *args, **kwargs)
         # The text of a tensor tells on which device it is, where that is not the CPU, on which values are computed.
         is_told = self.device.type == "cpu" or original is _FORMAT and not self.ndim
-        is_whole = not (self.is_floating_point() or self.is_complex())
+        is_whole = is_around or not (self.is_floating_point() or self.is_complex())
         answer = trace.read(lambda values: original(values, *args, **kwargs), self) if is_told and is_whole else None
         if answer is None:
             raise refusal("the text of a tensor's value is read", line_of_frame(frame), INSTEAD_OF_TEXT)

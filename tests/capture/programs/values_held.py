@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
@@ -192,3 +196,52 @@ class ReadsWhatVmapHasWritten(Two):
         vmap(lambda row: row.mul_(2))(counts)
         h = self.a(x) * (counts[0, 0] - first)
         return self.b(h)[:, : counts[1, 1] + 1]  # refused
+
+
+class HoldsElsewhere(Two):
+    """In lists, objects, classes, variables around it, and behind names of an enclosing function."""
+
+    levels: Any = torch.tensor([1.0, 2.0])
+
+    def __init__(self, width: Tensor) -> None:
+        super().__init__()
+        self.widths = [torch.tensor(8), torch.tensor(6)]
+        self.options = SimpleNamespace(mask=torch.arange(8) % 2 == 0)
+        self.width = lambda: int(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        for level in self.levels.tolist():
+            h = torch.tanh(h * level)
+        if self.options.mask.all():
+            h = h * 2
+        h = h[:, : int(self.widths[1])] + h[:, : int(WIDTHS["out"])]
+        return self.b(torch.nn.functional.pad(h, (0, 8 - h.shape[1])))[:, : self.width()]
+
+
+WIDTHS = {"out": torch.tensor(6)}
+
+
+@loop(ranks=True)
+def values_held_elsewhere(run: Run) -> None:
+    """The loop sets them, in place and by other tensors; the first step asks for what was set last."""
+    width = torch.tensor(4)
+    changes: list[Callable[[Any], Any]] = [
+        lambda model: HoldsElsewhere.levels.mul_(2),
+        lambda model: setattr(HoldsElsewhere, "levels", torch.tensor([3.0])),
+        lambda model: model.options.mask.fill_(True),
+        lambda model: width.sub_(1),
+        lambda model: (WIDTHS["out"].fill_(5), model.widths[1].fill_(5)),
+        lambda model: (WIDTHS.update(out=torch.tensor(6)), model.widths.__setitem__(1, torch.tensor(6))),
+    ]
+    HoldsElsewhere.levels, WIDTHS["out"] = torch.tensor([1.0, 2.0]), torch.tensor(6)
+    model = HoldsElsewhere(width).double()
+    compiled = run.compile(model)
+    optimizer = sgd(compiled)
+    for step in range(len(changes) + 1):
+        if step:
+            changes[step - 1](compiled)
+        output = compiled(numbers(4, 8, seed=step))
+        run.note("output", output)
+        output.square().mean().backward()
+        finish(run, compiled, optimizer)
