@@ -17,7 +17,7 @@ class Array:
     """Stands for the array of a tensor in a trace; what computes of it is refused.
 
     Attributes:
-        tensor: on the CPU, without a gradient.
+        tensor: without a gradient.
     """
 
     __array_ufunc__ = None
@@ -76,4 +76,4 @@ def array_of(numpy: Callable[..., Any], tensor: torch.Tensor, force: bool = Fals
     """
     if not force and (tensor.requires_grad or tensor.is_conj() or tensor.is_neg()):
         return numpy(tensor)
-    return Array(tensor.detach().cpu())
+    return Array(tensor.detach() if force else tensor)

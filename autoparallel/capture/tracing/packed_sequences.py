@@ -20,6 +20,7 @@ from torch.nn.utils import rnn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoparallel.capture.tracing.trace import listening
+from autoparallel.graph.arrays import Array
 from autoparallel.graph.lines import line_of_frame
 
 _FORWARDS: dict[type[nn.RNNBase], Any] = {cls: cls.forward for cls in (nn.LSTM, nn.GRU, nn.RNN)}
@@ -141,9 +142,10 @@ def _pack(input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted
         return _PACK(input, lengths, batch_first, enforce_sorted)
     trace.left_out[line_of_frame(sys._getframe(1))] = "a check of the lengths of sequences"
     steps = input.transpose(0, 1) if batch_first else input
-    if any(isinstance(length, torch.SymInt) for length in lengths):
+    if isinstance(lengths, list | tuple) and any(isinstance(length, torch.SymInt) for length in lengths):
         lengths = torch.cat([torch.full((1,), length) for length in lengths])
-    lengths = torch.as_tensor(lengths, dtype=torch.int64)
+    counts = lengths.tensor if isinstance(lengths, Array) else lengths  # of lengths.cpu().numpy()
+    lengths = torch.as_tensor(counts, dtype=torch.int64)
     order = None if enforce_sorted else lengths.sort(descending=True)[1]
     steps = _fill(steps, lengths, 0.0)  # what is padded with may be no number
     return PaddedSequence(steps, Packing(lengths, steps.shape[0], order))

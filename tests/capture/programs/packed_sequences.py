@@ -176,3 +176,14 @@ class PacksAList(Packs):
     def forward(self, *sequences: Tensor) -> Any:
         out, _ = self.rnn(rnn.pack_sequence(sequences, enforce_sorted=False))
         return [self.each(sequence) for sequence in rnn.unpack_sequence(out)]
+
+
+@program(batch=lambda step: (numbers(4, 6, 8, seed=step), torch.tensor([6, 4, 3, 1]).add(step).clamp(max=6)))
+class LengthsOfNumpy(Packs):
+    """As encoders of speech synthesis write it."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        packed = pack_padded_sequence(x, lengths.cpu().numpy(), batch_first=True)
+        out, (hidden, _) = self.rnn(packed)
+        padded, counts = pad_packed_sequence(out, batch_first=True)
+        return self.each(padded), self.last(hidden), counts
