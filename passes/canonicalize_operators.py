@@ -295,6 +295,13 @@ def _sparse_embedding(emit: Emitter, node: fx.Node) -> Any:
     return emit(aten.embedding.default, *args) if v["sparse"] else None
 
 
+def _sparse_embedding_bag(emit: Emitter, node: fx.Node) -> Any:
+    """As :func:`_sparse_embedding`; the call stays one, of which several results may be read."""
+    if arguments(node)["sparse"]:
+        weight, indices, offsets, scales, mode, _, *others = node.args
+        node.args = (weight, indices, offsets, scales, mode, False, *others)
+
+
 def _variance_and_mean(emit: Emitter, node: fx.Node) -> Any:
     v = arguments(node)
     dims, keepdim = v["dim"], v["keepdim"]
@@ -341,6 +348,7 @@ _REWRITES: dict[Any, Rewrite] = {
     # Dropout that drops nothing; what drops something was replaced before.
     aten.native_dropout.default: lambda emit, node: lambda i: node.args[0],
     aten.embedding.default: _sparse_embedding,
+    **dict.fromkeys((aten.embedding_bag.default, aten.embedding_bag.padding_idx), _sparse_embedding_bag),
     aten.empty_like.default: lambda emit, node: emit(
         aten.zeros_like.default, node.args[0], dtype=node.meta["val"].dtype
     ),

@@ -59,7 +59,7 @@ def refuse_direct_call(module: nn.Module, args: object) -> None:
     Raises:
         RuntimeError: where they do.
     """
-    if isinstance(next(module.parameters(), None), DTensor):
+    if isinstance(next(iter(module.parameters()), None), DTensor):
         raise RuntimeError(
             f"{type(module).__name__} is called directly, but its parameters lie over the mesh: only the compiled "
             "model itself can be called\nWhat to change: call it inside of `with model.whole() as plain:`, on every "

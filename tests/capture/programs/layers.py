@@ -286,6 +286,18 @@ class SparseEmbedding(nn.Module):
 
 
 @program(batch=tokens, ranks=True)
+class SparseEmbeddingBag(nn.Module):
+    """As recommenders write it: bags that begin where offsets say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.out = nn.EmbeddingBag(8, 8, mode="sum", sparse=True), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.bag(ids.flatten(), torch.tensor([0, 3, 5])))
+
+
+@program(batch=tokens, ranks=True)
 class EmbeddingBag(nn.Module):
     def __init__(self) -> None:
         super().__init__()

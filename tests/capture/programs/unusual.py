@@ -407,3 +407,18 @@ class GathersFeatures(Two):
 class SumsFeatures(Two):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x)) - dist_nn.all_reduce(self.b.weight.mean())  # refused
+
+
+@program()
+class ListOfParameters(nn.Module):
+    """As meta-learners write it, to go over them more than once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def parameters(self, recurse: bool = True) -> list[nn.Parameter]:  # type: ignore[override]
+        return list(super().parameters(recurse))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x)
