@@ -14,6 +14,7 @@ from functools import cached_property
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import rnn
@@ -142,13 +143,21 @@ def _pack(input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted
         return _PACK(input, lengths, batch_first, enforce_sorted)
     trace.left_out[line_of_frame(sys._getframe(1))] = "a check of the lengths of sequences"
     steps = input.transpose(0, 1) if batch_first else input
-    if isinstance(lengths, list | tuple) and any(isinstance(length, torch.SymInt) for length in lengths):
-        lengths = torch.cat([torch.full((1,), length) for length in lengths])
-    counts = lengths.tensor if isinstance(lengths, Array) else lengths  # of lengths.cpu().numpy()
-    lengths = torch.as_tensor(counts, dtype=torch.int64)
+    lengths = _as_tensor(lengths)
     order = None if enforce_sorted else lengths.sort(descending=True)[1]
     steps = _fill(steps, lengths, 0.0)  # what is padded with may be no number
     return PaddedSequence(steps, Packing(lengths, steps.shape[0], order))
+
+
+def _as_tensor(lengths: Any) -> Tensor:
+    """Lengths that are a tensor, a list of numbers, of which some may be open, or an array of numpy."""
+    if isinstance(lengths, Array):
+        lengths = lengths.tensor
+    elif isinstance(lengths, np.ndarray):  # whose numbers Python was told
+        lengths = lengths.tolist()
+    elif isinstance(lengths, list | tuple) and any(isinstance(length, torch.SymInt) for length in lengths):
+        lengths = torch.cat([torch.full((1,), length) for length in lengths])
+    return torch.as_tensor(lengths, dtype=torch.int64)
 
 
 def _pad(
