@@ -163,6 +163,14 @@ UNTOUCHED: Mapping[str, tuple[str, ...]] = {
     "complex, but on two ranks no gradient through what is complex is exchanged": (
         "complex_rotary", "polar", "complex_linear", "complex_output", "short_time_fourier", "real_and_imaginary",
     ),
+    "gradients that are taken inside are written out as operators, whatever the mode": (
+        "hessian_vector_product", "gradient_penalty_inside", "requires_grad_inside", "input_made_to_require_grad",
+        "buffer_made_to_require_grad", "buffer_that_requires_grad",
+    ),
+    "Python's own classes and numpy's arrays, and data that is not changed": (
+        "data_that_stays_where_it_is", "arrays_of_numpy", "numbers_of_numpy", "checks_types",
+    ),
+    "it counts around the model, where both runs of one process do": ("global_counter", "cell_counter"),
     "the loss is known, and the others are detached in any case": ("dict_with_loss", "sum_and_count"),
 }  # fmt: skip
 """Programs that need nothing of what is taken away, by the reason."""

@@ -174,8 +174,9 @@ def _copy_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     memo = {id(held): held for held in not_copied(model)}
     copied = copy.deepcopy(model, memo)
     theirs, ours = ({id(module): module for module in held_unregistered(m)[1]} for m in (model, copied))
-    for module in (copied, *(ours[key] for key in ours.keys() - theirs.keys())):
-        _torch.nn.cast_module(module, functools.partial(_cast, dtype))
+    _torch.nn.cast_module(copied, functools.partial(_cast, dtype))
+    for key in ours.keys() - theirs.keys():
+        _torch.nn.cast_module(ours[key], lambda x: x if x.is_meta else _cast(dtype, x))
     for parameter, copy_of_it in zip(model.parameters(), copied.parameters(), strict=True):
         _torch.autograd.copy_parameter_hooks(parameter, copy_of_it)
     return copied
