@@ -50,6 +50,7 @@ from autoparallel.capture.refusals.refusals import (
     require_gradients_of_parameters,
     require_own_dtype,
     require_own_memory,
+    require_own_names,
     require_values_of_parameters,
 )
 from autoparallel.capture.settings import CaptureSettings
@@ -338,6 +339,7 @@ class Attempt:
             CaptureError: when the model cannot be captured.
         """
         require_full_hooks(self.model)
+        require_own_names(self.model)
         before, numbers, settings = torch.is_grad_enabled(), random.getstate(), self.settings
         torch.set_grad_enabled(settings.gradients)
         cast = torch.autocast(settings.device, settings.autocast, enabled=settings.autocast is not None)

@@ -16,6 +16,7 @@ from autoparallel._torch.tensors import memory_span, share_storage
 from autoparallel.capture.refusals.data_access import refused_memory
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.errors import CaptureError, refusal
+from autoparallel.graph.labels import label_in
 from autoparallel.graph.leaves import Leaf
 from autoparallel.graph.lines import line_of
 from autoparallel.graph.plain_tensors import tensor_at
@@ -89,6 +90,17 @@ def require_same_memory(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == "aten::set_":
             raise refused_memory("x.set_(...)", line_of(node))
+
+
+def require_own_names(model: nn.Module) -> None:
+    """Refuses a module, a parameter or a buffer by the name of a method: to read it gives the method."""
+    for path, module in model.named_modules():
+        for name in (*module._modules, *module._parameters, *module._buffers):
+            if inspect.isfunction(inspect.getattr_static(type(module), name, None)):
+                raise CaptureError(
+                    f"{label_in(path, name)} has the name of a method of {type(module).__name__}, which is what "
+                    f"self.{name} reads\nWhat to change: give it another name."
+                )
 
 
 def require_dense(tensors: Mapping[str, torch.Tensor]) -> None:

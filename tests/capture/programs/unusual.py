@@ -409,6 +409,19 @@ class SumsFeatures(Two):
         return self.b(self.a(x)) - dist_nn.all_reduce(self.b.weight.mean())  # refused
 
 
+@program(line=False, refused="another name")
+class NamedAsAMethod(nn.Module):
+    """As an N-BEATS has a list of its own: what it reads by that name is the method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.parameters = nn.ParameterList(self.a.parameters())  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x)
+
+
 @program()
 class ListOfParameters(nn.Module):
     """As meta-learners write it, to go over them more than once."""
