@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -106,9 +105,10 @@ class Copies:
             name: self.fakes[id(t)] for name, t in tensors.items() if name not in self._attributes and t not in REPLACED
         }
         self._held = [
-            (self.fakes[id(t)], Held(name, functools.partial(_itself, t)))
-            for name, t in tensors.items() if name in self._constants and not t.requires_grad
-        ]  # fmt: skip
+            (fake, Held.by_reference(name, tensors[name]))
+            for name, fake in self._constants.items()
+            if not tensors[name].requires_grad
+        ]
         self.references = {id(self.fakes[id(t)]): t for t in tensors.values()}
         self.owners |= {name: name for name in self._attributes}
         self._trained = trained_attributes(tensors)
@@ -204,10 +204,6 @@ def _tie_tables(memo: dict[int, Any]) -> None:
         if isinstance(original, dict) and is_data(original) and vars(original) is original:
             twin = memo[id(original)]
             twin.__dict__ = twin
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _owners_of(model: nn.Module) -> dict[str, str]:

@@ -29,7 +29,7 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A buffer of the model, or an attribute that is a tensor.
+    """A buffer of the model, an attribute that is a tensor, or a tensor that it finds elsewhere.
 
     Attributes:
         label: its name in the model.
@@ -38,6 +38,11 @@ class Held:
 
     label: str
     find: Callable[[], Tensor]
+
+    @classmethod
+    def by_reference(cls, label: str, tensor: Tensor) -> Held:
+        """One that the model has as long as the trace serves its calls."""
+        return cls(label, lambda: tensor)
 
 
 def is_flag(buffer: Tensor) -> bool:

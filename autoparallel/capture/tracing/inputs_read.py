@@ -143,7 +143,7 @@ class InputsRead:
         """Notes what stands for buffers in this run."""
         for tensor, held in tensors:
             if held.label in self._ahead:
-                held = Held(held.label, partial(self._ahead.__getitem__, held.label))
+                held = Held.by_reference(held.label, self._ahead[held.label])
             elif self._only_flags and not is_flag(held.find()):
                 continue
             if held.label not in self._counters:
@@ -172,9 +172,8 @@ class InputsRead:
 
     def _find_views(self, tensor: Any) -> list[Tensor]:
         """What lies in the memory of a tensor, itself among it, and follows from inputs."""
-        if not isinstance(tensor, Tensor):
-            return []
-        memory = self._memories.get(_torch.tensors.memory_mark(tensor), {})
+        mark = _torch.tensors.memory_mark(tensor) if isinstance(tensor, Tensor) else 0
+        memory = self._memories.get(mark, {}) if mark else {}
         return [x for x in memory.values() if self._is_of_inputs(x)]
 
     def _source(self, value: Any) -> Any:
@@ -183,7 +182,7 @@ class InputsRead:
             return value
         is_new = not self._only_flags and id(value) not in self._sources
         if is_new and _torch.export.is_real(value) and not value.requires_grad:
-            self._note(value, Held(_AROUND, partial(_itself, value)))
+            self._note(value, Held.by_reference(_AROUND, value))
         if not self._is_of_inputs(value):
             raise _NotOfInputsError
         return self._sources[id(value)][2]
@@ -379,10 +378,6 @@ def _is_whole(answer: Any) -> bool:
     if isinstance(answer, np.ndarray | np.generic):
         return answer.dtype.kind in "iub"
     return isinstance(answer, int | str)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _count(mask: Tensor) -> int:
