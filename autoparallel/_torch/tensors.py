@@ -148,6 +148,11 @@ def memory_mark(tensor: torch.Tensor) -> int:
     return storage_mark(tensor) if torch._C._has_storage(tensor) else 0
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; 0 of one of inference mode, which does not count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors lie in one storage."""
     return memory_mark(one) == memory_mark(other) != 0

@@ -17,7 +17,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -148,7 +147,7 @@ class InputsRead:
                 continue
             if held.label not in self._counters:
                 self._note(tensor, held)
-                self._buffers.append((tensor, tensor._version, held))
+                self._buffers.append((tensor, _torch.tensors.version_of(tensor), held))
 
     def note_changes(self, bound: Mapping[str, Any]) -> None:
         """Notes what the run has changed of the buffers that Python has read numbers of.
@@ -160,14 +159,14 @@ class InputsRead:
         labels = {label for source in of_numbers for label in buffers_of(source)}
         for tensor, version, held in self._buffers:
             now = bound.get(held.label, tensor)
-            if held.label in labels and not (now is tensor and tensor._version == version):
+            if held.label in labels and not (now is tensor and _torch.tensors.version_of(tensor) == version):
                 with _torch.export.unwatched():
                     value = self._values.of(self._sources[id(now)][2]) if self._is_of_inputs(now) else None
                     if value is None or not torch.equal(value, self._values.of(held)):
                         self.changed[held.label] = value
 
     def _note(self, tensor: Tensor, source: Source) -> None:
-        self._sources[id(tensor)] = tensor, tensor._version, source
+        self._sources[id(tensor)] = tensor, _torch.tensors.version_of(tensor), source
         self._memories[_torch.tensors.memory_mark(tensor)][id(tensor)] = tensor
 
     def _find_views(self, tensor: Any) -> list[Tensor]:
@@ -189,7 +188,7 @@ class InputsRead:
 
     def _is_of_inputs(self, value: Any) -> bool:
         entry = self._sources.get(id(value))
-        return entry is not None and entry[1] == value._version
+        return entry is not None and entry[1] == _torch.tensors.version_of(value)
 
     def follow(self, func: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call of torch; what it follows from is noted.
@@ -210,10 +209,10 @@ class InputsRead:
         args, kwargs = self._with_numbers(func, args, kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
         tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
-        versions, views = [x._version for x in tensors], self._find_views(first)
+        versions, views = [_torch.tensors.version_of(x) for x in tensors], self._find_views(first)
         sources = self._sources_of(func, args, kwargs)
         result = call(*args, **kwargs)
-        written = [x for x, version in zip(tensors, versions, strict=True) if x._version != version]
+        written = [x for x, version in zip(tensors, versions, strict=True) if _torch.tensors.version_of(x) != version]
         writes = any(x is first for x in written)
         in_one = first is not None and all(_torch.tensors.share_storage(first, x) for x in written)
         if sources is None or written and not (writes and in_one):
@@ -249,7 +248,7 @@ class InputsRead:
 
     def _step(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], writes: bool = False) -> Step:
         self._steps += 1
-        return Step(self._steps, func, args, MappingProxyType(kwargs), writes)
+        return Step(self._steps, func, args, dict(kwargs), writes)
 
     def _write(self, written: Any, views: list[Tensor]) -> None:
         """Notes what a write to a tensor makes of those that lie in its memory."""

@@ -52,6 +52,13 @@ def _read_array(trace: Trace, func: Callable[..., Any], x: Tensor, *, force: boo
     return _read(trace, func, x, instead=partial(array_of, func), force=force)
 
 
+def _export(_: Trace, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Refuses to hand the memory of a tensor around the model to another library."""
+    if _torch.export.is_real(x):
+        raise refuse("another library is given a tensor's memory", "read its values by x.numpy() or x.tolist()")
+    return func(x, *args, **kwargs)
+
+
 def _note_length(trace: Trace, func: Callable[..., Any], input: Tensor, dim: int = 0) -> Any:
     """Notes that Python asks how long a tensor is, or goes through it, which is an ``unbind``, where values say so."""
     trace.reads_values |= -input.ndim <= dim < input.ndim and _torch.export.is_read(input.shape[dim])
@@ -154,8 +161,10 @@ def _computes(kind: type, name: str) -> Callable[[Any, Any], Any]:
 
 _OF_NAN = "ask the tensor, if x.isnan().any(): ..., or look at the loss in the loop"
 
+_OF_NUMBERS = Tensor.__array__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__
 READS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((Tensor.__array__, Tensor.__int__, Tensor.__float__, Tensor.__index__), _read),
+    **dict.fromkeys(_OF_NUMBERS, _read),
+    Tensor.__dlpack__: _export,
     Tensor.numpy: _read_array,
     Tensor.tolist: _read_list,
     **dict.fromkeys((Tensor.__len__, Tensor.unbind, torch.unbind), _note_length),

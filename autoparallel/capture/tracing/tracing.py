@@ -162,7 +162,7 @@ class _Listener(TorchFunctionMode):
         handler = HANDLERS.get(func) or _FOLLOWED.get(func)
         if func not in _WITHOUT_VALUES and handler is not HANDLERS[torch.Tensor.requires_grad_]:
             self.trace.note_read((*args, *(kwargs or {}).values()))
-        call = partial(handler or _run, self.trace, func)
+        call = partial(_call, handler or _run, self.trace, func)
         try:
             if self.trace.inputs is None:
                 return call(*args, **(kwargs or {}))
@@ -170,6 +170,19 @@ class _Listener(TorchFunctionMode):
         except _torch.export.OF_TRACES as error:
             note_raised(error)
             raise
+
+
+def _call(handler: Any, trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a handler makes of a call of torch."""
+    named = {name: x if name == "out" else _number_as_traced(x) for name, x in kwargs.items()}
+    return handler(trace, func, *args[:1], *map(_number_as_traced, args[1:]), **named)
+
+
+def _number_as_traced(x: Any) -> Any:
+    """What stands for a number that is a tensor around the model: where torch takes numbers (``alpha=scale``), it would
+    read what that holds now."""
+    is_number = isinstance(x, torch.Tensor) and not x.ndim and not x.requires_grad
+    return _torch.export.as_traced(x) if is_number else x
 
 
 def _run(_: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
@@ -220,6 +221,9 @@ class HoldsElsewhere(Two):
 
 
 WIDTHS = {"out": torch.tensor(6)}
+SCALE = torch.tensor(0.5)
+with torch.inference_mode():
+    LEVEL = torch.tensor(2.0)
 
 
 @loop(ranks=True)
@@ -245,3 +249,65 @@ def values_held_elsewhere(run: Run) -> None:
         run.note("output", output)
         output.square().mean().backward()
         finish(run, compiled, optimizer)
+
+
+class ScalesBy(Two):
+    """A number of torch's around the model."""
+
+    def scale(self, h: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.scale(self.a(x)))
+
+
+def set_scale(_: Any, step: int) -> None:
+    SCALE.fill_(0.5 + step)
+    with torch.inference_mode():
+        LEVEL.fill_(2.0 + step)
+
+
+@program(between=set_scale, ranks=True)
+class ReadsAComplexNumber(ScalesBy):
+    def scale(self, h: Tensor) -> Tensor:
+        return h * abs(complex(SCALE))
+
+
+@program(between=set_scale)
+class FillsWithANumberOfTorch(ScalesBy):
+    def scale(self, h: Tensor) -> Tensor:
+        return h * torch.full((8,), SCALE) + SCALE  # type: ignore[call-overload]
+
+
+@program(between=set_scale)
+class ReadsWhatInferenceModeMade(ScalesBy):
+    def scale(self, h: Tensor) -> Tensor:
+        return h * LEVEL.item()
+
+
+@program(between=set_scale, refused="keep it a tensor")
+class GivesATensorForANumber(ScalesBy):
+    """torch would read it when the model is traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.add(self.a(x), 1.0, alpha=SCALE))  # type: ignore[call-overload]  # refused
+
+
+@program(between=set_scale, refused="read its values by x.numpy")
+class HandsItsMemoryOn(ScalesBy):
+    def scale(self, h: Tensor) -> Tensor:
+        return h * float(np.from_dlpack(SCALE))  # type: ignore[arg-type]  # refused
+
+
+class Bounded(Masked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("most", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))[:, : int(torch.clamp(self.mask.sum(), max=self.most))]
+
+
+@program(between=lambda model, step: model.most.fill_(3 + step))
+class ReadsWhatAKeywordBounds(Bounded):
+    """A buffer behind a keyword of a call that Python reads the result of."""
