@@ -82,7 +82,13 @@ class PaddedSequence(rnn.PackedSequence):
     steps: Tensor
     packing: Packing
 
-    def __new__(cls, steps: Tensor, packing: Packing) -> PaddedSequence:
+    def __new__(cls, *fields: Any) -> Any:
+        """A packed sequence of other leaves: of results of a call, among which the model returns one."""
+        return tuple.__new__(rnn.PackedSequence, fields)
+
+    @classmethod
+    def of(cls, steps: Tensor, packing: Packing) -> PaddedSequence:
+        """That of some steps."""
         sequence: PaddedSequence = tuple.__new__(cls, (None, None, None, None))
         sequence.steps, sequence.packing = steps, packing
         return sequence
@@ -107,7 +113,7 @@ class PaddedSequence(rnn.PackedSequence):
         return iter(self[:])
 
     def to(self, *args: Any, **kwargs: Any) -> PaddedSequence:
-        return PaddedSequence(self.steps.to(*args, **kwargs), self.packing)
+        return PaddedSequence.of(self.steps.to(*args, **kwargs), self.packing)
 
     def _replace(self, **fields: Any) -> Any:
         return rnn.PackedSequence(*[fields.get(name, getattr(self, name)) for name in self._fields])
@@ -134,7 +140,7 @@ def _make(
         back = None if sorted_indices is None else rnn.invert_permutation(sorted_indices)
         packing = Packing(lengths if back is None else lengths[back], packing.count, sorted_indices)
     back = packing.unsorted
-    return PaddedSequence(steps if back is None else steps.index_select(1, back.to(steps.device)), packing)
+    return PaddedSequence.of(steps if back is None else steps.index_select(1, back.to(steps.device)), packing)
 
 
 def _pack(input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True) -> Any:
@@ -146,7 +152,7 @@ def _pack(input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted
     lengths = _as_tensor(lengths)
     order = None if enforce_sorted else lengths.sort(descending=True)[1]
     steps = _fill(steps, lengths, 0.0)  # what is padded with may be no number
-    return PaddedSequence(steps, Packing(lengths, steps.shape[0], order))
+    return PaddedSequence.of(steps, Packing(lengths, steps.shape[0], order))
 
 
 def _as_tensor(lengths: Any) -> Tensor:
@@ -210,7 +216,7 @@ def _forward(forward: Callable[..., Any], layer: nn.RNNBase, input: Any, hx: Any
         if layer.dropout and number < layer.num_layers - 1:
             steps = nn.functional.dropout(steps, layer.dropout, layer.training)
     last = tuple([torch.cat(parts) for parts in zip(*ends, strict=True)])
-    return PaddedSequence(steps, input.packing), last if layer.mode == "LSTM" else last[0]
+    return PaddedSequence.of(steps, input.packing), last if layer.mode == "LSTM" else last[0]
 
 
 def _run(

@@ -199,3 +199,10 @@ class MasksBehindLengthsOfNumpy(Packs):
         out = self.each(padded)
         out.data.masked_fill_((torch.arange(6) >= lengths[:, None])[..., None], 0.0)  # refused
         return out
+
+
+@program(batch=several, ranks=True)
+class ReturnsPacked(Packs):
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        out, (hidden, _) = self.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        return out, self.last(hidden)
