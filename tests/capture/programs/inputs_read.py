@@ -372,9 +372,9 @@ class ReadsWhatItComputes(Reader):
         return self.b(self.a(x)[:, : most.item()])  # refused
 
 
-@program(batch=ragged, refused="keep it a tensor")
+@program(batch=ragged, between=lambda model, step: model.most.fill_(3 + step), ranks=True)
 class ReadsABuffer(Reader):
-    """Another value at the next call, which nobody compares."""
+    """Behind a keyword of a call that Python reads the result of."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -382,7 +382,7 @@ class ReadsABuffer(Reader):
 
     def forward(self, x: Tensor, lengths: Tensor) -> Any:
         most = lengths.max().clamp(max=self.most)
-        return self.b(self.a(x)[:, : most.item()])  # refused
+        return self.b(self.a(x)[:, : most.item()])
 
 
 @program(batch=ragged)

@@ -297,17 +297,3 @@ class GivesATensorForANumber(ScalesBy):
 class HandsItsMemoryOn(ScalesBy):
     def scale(self, h: Tensor) -> Tensor:
         return h * float(np.from_dlpack(SCALE))  # type: ignore[arg-type]  # refused
-
-
-class Bounded(Masked):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("most", torch.tensor(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x))[:, : int(torch.clamp(self.mask.sum(), max=self.most))]
-
-
-@program(between=lambda model, step: model.most.fill_(3 + step))
-class ReadsWhatAKeywordBounds(Bounded):
-    """A buffer behind a keyword of a call that Python reads the result of."""
