@@ -1,4 +1,4 @@
-"""Models that are typed at a prompt, or in a notebook, whose code has no file."""
+"""Models that are typed at a prompt or in a notebook, or that ``exec`` is given, whose code has no file."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Model(torch.nn.Module):
 """
 
 
-@pytest.mark.parametrize("name", ["<stdin>", "<ipython-input-3-0a1b2c3d4e5f>", "<python-input-0>"])
+@pytest.mark.parametrize("name", ["<stdin>", "<ipython-input-3-0a1b2c3d4e5f>", "<python-input-0>", "<string>"])
 def test_what_they_read_around_them_is_watched(name: str) -> None:
-    typed: dict[str, Any] = {"__name__": "__main__"}
+    typed: dict[str, Any] = {"__name__": __name__}
     exec(compile(SOURCE, name, "exec"), typed)
     model = typed["Model"]()
     compiled, x = autoparallel.compile(model), torch.randn(3, 4)

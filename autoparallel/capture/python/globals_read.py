@@ -245,7 +245,7 @@ class GlobalsRead(Watcher):
         """Whether a function is the user's or of a package that the model comes from. Others, as what a garbage
         collection calls, have nothing to do with the model."""
         if is_library(code.co_filename):
-            return False
+            return _is_executed(code, table)
         return not is_installed(code.co_filename) or str(table.get("__name__")).partition(".")[0] in self._packages
 
     def _refuse(self, problem: str) -> None:
@@ -482,6 +482,14 @@ class GlobalsRead(Watcher):
         """Refuses to use what no copy can be made of."""
         if is_unusable(value) and not is_installed(frame.f_code.co_filename):
             self._refuse(str(refused_use(label, value, line_of_frame(frame))))
+
+
+def _is_executed(code: types.CodeType, table: Mapping[str, Any]) -> bool:
+    """Whether a function is of text that the user's own code gives ``exec``, or Python by ``-c``; data classes make
+    their methods so, too, and named tuples in no module."""
+    module = sys.modules.get(str(table.get("__name__")))
+    is_users = module is not None and is_users_file(getattr(module, "__file__", None) or "<stdin>")
+    return is_users and code.co_filename == "<string>" and not code.co_qualname.startswith("__create_fn__")
 
 
 def _is_of_trace(value: Any) -> bool:

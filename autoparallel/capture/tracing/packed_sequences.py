@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import rnn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from autoparallel.capture.tracing.trace import listening
 from autoparallel.graph.arrays import Array
@@ -58,17 +57,17 @@ class Packing:
         """How many sequences have a step, (longest length,)."""
         sizes = self.within.sum(1)
         sizes = sizes[sizes > 0]
-        _PACKINGS[sizes] = self
+        vars(sizes)[_PACKING] = self
         return sizes
 
     @cached_property
-    def unsorted(self) -> Tensor | None:
+    def places(self) -> Tensor | None:
         """Where each sequence is packed, (sequences,)."""
         return None if self.order is None else rnn.invert_permutation(self.order)
 
 
-_PACKINGS = WeakIdKeyDictionary()
-"""The packings by their batch sizes, with which a model packs what it has made of the rows."""
+_PACKING = "packing"
+"""The attribute of batch sizes that has their packing: with them a model packs what it has made of the rows."""
 
 
 class PaddedSequence(rnn.PackedSequence):
@@ -103,7 +102,7 @@ class PaddedSequence(rnn.PackedSequence):
 
     batch_sizes = property(lambda self: self.packing.batch_sizes)
     sorted_indices = property(lambda self: self.packing.order)
-    unsorted_indices = property(lambda self: self.packing.unsorted)
+    unsorted_indices = property(lambda self: self.packing.places)
 
     def __getitem__(self, key: Any) -> Any:
         names = self._fields[key]
@@ -127,7 +126,7 @@ def _make(
     unsorted_indices: Tensor | None = None,
 ) -> Any:
     """A ``PackedSequence`` of other rows that are packed as those of another one."""
-    packing: Packing | None = None if batch_sizes is None else _PACKINGS.get(batch_sizes)
+    packing: Packing | None = None if batch_sizes is None else vars(batch_sizes).get(_PACKING)
     if packing is None:
         return _MAKE(cls, data, batch_sizes, sorted_indices, unsorted_indices)
     if sorted_indices is None and unsorted_indices is not None:
@@ -139,7 +138,7 @@ def _make(
         lengths = packing.lengths if packing.order is None else packing.lengths[packing.order]
         back = None if sorted_indices is None else rnn.invert_permutation(sorted_indices)
         packing = Packing(lengths if back is None else lengths[back], packing.count, sorted_indices)
-    back = packing.unsorted
+    back = packing.places
     return PaddedSequence.of(steps if back is None else steps.index_select(1, back.to(steps.device)), packing)
 
 
