@@ -47,10 +47,14 @@ class Packing:
     order: Tensor | None
 
     @cached_property
+    def sorted_lengths(self) -> Tensor:
+        """Those of the sequences as they are packed, (sequences,)."""
+        return self.lengths if self.order is None else self.lengths[self.order]
+
+    @cached_property
     def within(self) -> Tensor:
         """Whether a step is within a sequence, as they are packed, (steps, sequences)."""
-        lengths = self.lengths if self.order is None else self.lengths[self.order]
-        return torch.arange(self.count).unsqueeze(1) < lengths
+        return torch.arange(self.count).unsqueeze(1) < self.sorted_lengths
 
     @cached_property
     def batch_sizes(self) -> Tensor:
@@ -135,7 +139,7 @@ def _make(
     steps = data.new_zeros(*within.shape, *data.shape[1:])
     steps[within] = data
     if sorted_indices is not packing.order:
-        lengths = packing.lengths if packing.order is None else packing.lengths[packing.order]
+        lengths = packing.sorted_lengths
         back = None if sorted_indices is None else rnn.invert_permutation(sorted_indices)
         packing = Packing(lengths if back is None else lengths[back], packing.count, sorted_indices)
     back = packing.places

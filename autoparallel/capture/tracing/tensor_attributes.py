@@ -75,8 +75,8 @@ class TensorAttributes:
 
     def note_asked(self, tensor: Tensor) -> None:
         """Notes that Python asks for a tensor's value, perhaps a flag's."""
-        owner = self._users.get(id(tensor), ("", None))[1]
-        self.asks_flags |= owner is not None and self.is_buffer(tensor) and is_flag(owner)
+        if not self.asks_flags and self.is_buffer(tensor):
+            self.asks_flags = is_flag(self._users[id(tensor)][1])
 
     def has_hooks(self, tensor: Tensor) -> bool:
         """Whether somebody waits for the gradient of a parameter, a buffer or an input, whoever takes it."""
