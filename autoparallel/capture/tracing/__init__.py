@@ -1,7 +1,7 @@
 """What decides about gradients and values beside operators, made visible to a trace.
 
 - ``trace``: what one trace notes; ``tracing`` has torch's functions note it, and ``replacements`` those
-  that it cannot hear of.
+  that it cannot hear of; ``stand_ins``: functions that run other code.
 - ``derivatives``: gradients that a model takes; ``transforms``: those by ``torch.func``;
   ``functions``: ``autograd.Function``;
   ``copied_checkpoints``: those that run modules again; ``backward_hooks``: those of tensors and modules.

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import rnn
 
+from autoparallel.capture.tracing.stand_ins import names_of, original
 from autoparallel.capture.tracing.trace import listening
 from autoparallel.graph.arrays import Array
 from autoparallel.graph.lines import line_of_frame
@@ -241,23 +241,12 @@ def _run(
     return torch.where(within.unsqueeze(-1), result, 0.0), result.gather(0, last), *cells
 
 
-def _as_stood_for(*args: Any, stand_in: Callable[..., Any], **kwargs: Any) -> Any:
-    """The code that a function has meanwhile, wherever a model has it from."""
-    return stand_in(*args, **kwargs)
-
-
-def _copy(function: Any) -> Any:
-    """What a function does when nothing is traced."""
-    return FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
-
-
-_PACK, _PAD = _copy(rnn.pack_padded_sequence), _copy(rnn.pad_packed_sequence)
+_PACK, _PAD = original(rnn.pack_padded_sequence), original(rnn.pad_packed_sequence)
 _MAKE = rnn.PackedSequence.__new__
-_STAND_INS: dict[Any, Any] = {rnn.pack_padded_sequence: _pack, rnn.pad_packed_sequence: _pad}
 
 NAMES: tuple[tuple[Any, str, Any], ...] = (
-    *((function, "__kwdefaults__", {"stand_in": stand_in}) for function, stand_in in _STAND_INS.items()),
-    *((function, "__code__", _as_stood_for.__code__) for function in _STAND_INS),
+    *names_of(rnn.pack_padded_sequence, _pack),
+    *names_of(rnn.pad_packed_sequence, _pad),
     (rnn.PackedSequence, "__new__", staticmethod(_make)),
     *(
         (cls, "forward", lambda *args, f=forward, **kwargs: _forward(f, *args, **kwargs))

@@ -11,10 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from types import (
-    FrameType,
-    FunctionType,
-)
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -35,6 +32,7 @@ from autoparallel.capture.tracing.packed_sequences import NAMES as PACKED_SEQUEN
 from autoparallel.capture.tracing.positions import PACKED, masks_of_transformers, unless_counting
 from autoparallel.capture.tracing.seeding import NAMES as SEEDS
 from autoparallel.capture.tracing.spans import spans_of_transformers
+from autoparallel.capture.tracing.stand_ins import names_of, original
 from autoparallel.capture.tracing.texts import NAMES as TEXTS
 from autoparallel.capture.tracing.threads import NAMES as THREADS
 from autoparallel.capture.tracing.trace import CURRENT, listening, refuse, refused_function
@@ -220,11 +218,6 @@ def _attribute(self: torch.Tensor, name: str) -> Any:
     return value
 
 
-def _as_told(answer: Callable[[], bool]) -> bool:
-    """The code that a function has meanwhile; it stays the object by which Dynamo, and a model's imports, know it."""
-    return answer()
-
-
 def _answer(ask: Callable[[], bool]) -> bool:
     """What the plain model would be told, unless it cannot be traced so; torch's own code is told the truth."""
     frame: FrameType | None = sys._getframe(2)
@@ -253,13 +246,11 @@ def _named_buffers(
 
 
 _NAMED_BUFFERS = torch.nn.Module.named_buffers
-_ASKED: tuple[Any, ...] = (torch.compiler.is_compiling, torch.compiler.is_exporting)
 _VALIDATE_DEVICE = getattr(*_torch.export.VALIDATE_DEVICE)
 _TO = torch.nn.Module.to
 _HASH = torch.SymInt.__hash__
 _INT = _torch.export.SymNode.int_
 _GUARD_FLOAT = _torch.export.SymNode.guard_float
-_IS_SCRIPTING: Any = vars(torch.jit)["is_scripting"]
 _CALL_SCRIPT: Any = torch._C.ScriptFunction.__call__
 _SYNC_BATCH_NORM = torch.nn.SyncBatchNorm.forward
 _SET_REPLACEMENT = _torch.export.ShapeEnv._set_replacement
@@ -283,10 +274,9 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     _torch.export.MODULES_THEMSELVES,
     _torch.export.OPERATORS_LISTED_ONCE,
     _torch.numbers.ALLOWED,
-    *[(f, "__defaults__", (partial(_answer, FunctionType(f.__code__, f.__globals__, f.__name__)),)) for f in _ASKED],
-    *[(f, "__code__", _as_told.__code__) for f in _ASKED],
-    (_IS_SCRIPTING, "__defaults__", (_is_scripting,)),
-    (_IS_SCRIPTING, "__code__", _as_told.__code__),
+    *names_of(torch.compiler.is_compiling, partial(_answer, original(torch.compiler.is_compiling))),
+    *names_of(torch.compiler.is_exporting, partial(_answer, original(torch.compiler.is_exporting))),
+    *names_of(vars(torch.jit)["is_scripting"], _is_scripting),
     *ASKED,
     *COLLECTIVES,
     *((owner, name, stand_in) for owner, name, _, stand_in in DRAWS),
