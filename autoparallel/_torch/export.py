@@ -398,6 +398,12 @@ def import_tracer() -> None:
     importlib.import_module(_EXPORT)
 
 
+def choosing() -> tuple[Any, str]:
+    """Where the function stands that is ``max`` and ``min`` while a model is traced, in a module that takes a second to
+    import."""
+    return importlib.import_module("torch._export.non_strict_utils"), "_tensor_min_max"
+
+
 def graph_module(graph: fx.Graph) -> fx.GraphModule:
     """A graph without submodules as a module, whose Python is written when it is first run: most are rewritten or
     copied, and never are."""

@@ -52,7 +52,7 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     tensor, *others = (*args, *kwargs.values())
     if frame is None or getattr(tensor, "constant", None) is not None:
         return func(*args, **kwargs)
-    passes = True if _is_of_constraint(frame) else _passing_answer(frame.f_code, frame.f_lasti)
+    passes = True if _is_of_constraint(frame) else _passing_answer(frame.f_code, frame.f_lasti, func is _has)
     if passes is not None and not is_caught(frame):
         trace.left_out[line_of_frame(frame)] = CHECK
         return passes
@@ -98,7 +98,7 @@ def _question(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Te
         (other,) = (*args, *kwargs.values())
         return (x == other).all()
     is_one = all(size == 1 for size in x.shape)
-    return x if is_one and (func is _BOOL or x.dtype == torch.bool) else None
+    return x if is_one and (func in _TRUTH or x.dtype == torch.bool) else None
 
 
 def _bool(self: Tensor) -> bool:
@@ -106,6 +106,19 @@ def _bool(self: Tensor) -> bool:
     trace = listening()
     answer: bool = _BOOL(self) if trace is None else _ask(trace, _BOOL, self)
     return answer
+
+
+def _contains(self: Tensor, element: Any) -> bool:
+    """Asks whether any element is equal, as ``element in x`` does."""
+    trace = listening()
+    if trace is None or not isinstance(element, Tensor | int | float | complex):
+        return _CONTAINS(self, element)
+    answer: bool = _ask(trace, _has, torch.eq(self, element).any())
+    return answer
+
+
+def _has(equal: Tensor) -> bool:
+    return _BOOL(equal)
 
 
 def _sym_bool(self: torch.SymBool) -> bool:
@@ -123,21 +136,34 @@ def _sym_bool(self: torch.SymBool) -> bool:
 
 
 _EQUAL = (Tensor.equal, torch.equal)
-_BOOL, _SYM_BOOL = Tensor.__bool__, torch.SymBool.__bool__
+_BOOL, _SYM_BOOL, _CONTAINS = Tensor.__bool__, torch.SymBool.__bool__, Tensor.__contains__
+_NONZERO = (Tensor.is_nonzero, torch.is_nonzero)
+_TRUTH = (_BOOL, _has, *_NONZERO)
 _OF_SIZES = torch.SymInt.__bool__.__code__
-NAMES: tuple[tuple[Any, str, Any], ...] = ((Tensor, "__bool__", _bool), (torch.SymBool, "__bool__", _sym_bool))
-CHECKED: dict[Any, Callable[..., Any]] = dict.fromkeys((Tensor.item, *_EQUAL, Tensor.allclose, torch.allclose), _ask)
+NAMES: tuple[tuple[Any, str, Any], ...] = (
+    (Tensor, "__bool__", _bool),
+    (Tensor, "__contains__", _contains),
+    (torch.SymBool, "__bool__", _sym_bool),
+)
+CHECKED: dict[Any, Callable[..., Any]] = dict.fromkeys(
+    (Tensor.item, *_EQUAL, *_NONZERO, Tensor.allclose, torch.allclose), _ask
+)
 """The functions that ask for a value, with what takes their place while a model is traced."""
 
 
-def _passing_answer(code: CodeType, offset: int) -> bool | None:
+def _passing_answer(code: CodeType, offset: int, of_in: bool) -> bool | None:
     """The answer to what an instruction asks with which nothing is raised; None where not exactly one answer leads
-    to nothing but an error."""
+    to nothing but an error.
+
+    Args:
+        of_in: whether the answer is that of ``in``; that of an element of a list that ``in`` looks through is not.
+    """
     instructions = list(dis.get_instructions(code))
     at = bisect_right(instructions, offset, key=lambda x: x.offset) - 1  # a call may stand at its cache, behind it
     if instructions[at].opname.startswith(("CALL", "PRECALL", "COMPARE_OP")):  # from 3.13 on, a comparison asks itself
         at += 1
-    is_negated = False
+    is_negated = of_in and instructions[at].arg == 1  # not in
+    at += of_in
     while instructions[at].opname in ("UNARY_NOT", "TO_BOOL"):
         is_negated ^= instructions[at].opname == "UNARY_NOT"
         at += 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -117,6 +118,38 @@ def _choose(of_two: Callable[..., Any], x: Any, y: Any) -> Any:
     first, second = (torch.scalar_tensor(number, dtype=torch.float64) for number in (x, y))
     is_second = second > first if of_two is torch.sym_max else second < first
     return torch.ops.aten.item.default(torch.where(is_second, second, first))
+
+
+def choose_tensor(original: Any, *values: Any, real_callable: Any, tensor_callable: Any, **options: Any) -> Any:
+    """The largest or the smallest of tensors of one element and numbers, as ``max`` and ``min`` choose it: the first
+    one where several are, and what NaN is not compared with.  Torch's stand-ins give both of two a gradient there.
+
+    Args:
+        original: torch's stand-in for both.
+        real_callable: ``max`` or ``min``.
+        tensor_callable: what ``torch.export`` has in its place for tensors.
+    """
+    if len(values) == 1 and isinstance(values[0], Iterable):
+        values = ([*values[0]],)
+    items = values[0] if len(values) == 1 and isinstance(values[0], list) else values
+    if options or listening() is None or not _are_alike(items):
+        return original(*values, real_callable=real_callable, tensor_callable=tensor_callable, **options)
+    is_better = operator.gt if tensor_callable is torch.maximum else operator.lt
+
+    def better(x: Any, y: Any) -> Any:
+        are_numbers = not isinstance(x, Tensor) and not isinstance(y, Tensor)
+        return real_callable(x, y) if are_numbers else torch.where(is_better(y, x), y, x)
+
+    return functools.reduce(better, items)
+
+
+def _are_alike(items: Sequence[Any]) -> bool:
+    """Whether some values are tensors of one element and one form, and all others numbers that such a tensor holds."""
+    tensors = [x for x in items if isinstance(x, Tensor)]
+    if len({(x.shape, x.dtype, x.device) for x in tensors}) != 1 or tensors[0].numel() != 1:
+        return False
+    kinds = (int, float) if tensors[0].is_floating_point() else (int,)
+    return all(isinstance(x, Tensor) or type(x) in kinds for x in items)
 
 
 def _equals(compares: Callable[[Any, Any], Any], *, holds: bool) -> Callable[[Any, Any], Any]:

@@ -27,6 +27,7 @@ from autoparallel.capture.tracing.collectives import NAMES as COLLECTIVES
 from autoparallel.capture.tracing.drawn_numbers import DRAWS
 from autoparallel.capture.tracing.functions import function_apply, function_under_vmap
 from autoparallel.capture.tracing.numbers_read import NAMES as NUMBERS_READ
+from autoparallel.capture.tracing.numbers_read import choose_tensor
 from autoparallel.capture.tracing.open_numbers import NAMES as OPEN_NUMBERS
 from autoparallel.capture.tracing.packed_sequences import NAMES as PACKED_SEQUENCES
 from autoparallel.capture.tracing.positions import PACKED, masks_of_transformers, unless_counting
@@ -330,7 +331,7 @@ def replaced_names() -> Iterator[None]:
     """Inside, names of torch stand for what leaves a call in a trace, on the threads that trace."""
     with _REPLACEMENTS.lock:
         if not _REPLACEMENTS.traces:
-            for owner, name, new in (*_NAMES, *_names_of_transformers(), *_names_of_triton()):
+            for owner, name, new in (*_NAMES, *_names_of_export(), *_names_of_transformers(), *_names_of_triton()):
                 before = getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner).get(name, _ABSENT)
                 _REPLACEMENTS.stack.callback(_put_back, owner, name, before)
                 setattr(owner, name, new)
@@ -343,6 +344,11 @@ def replaced_names() -> Iterator[None]:
             _REPLACEMENTS.traces -= 1
             if not _REPLACEMENTS.traces:
                 _REPLACEMENTS.stack.close()
+
+
+def _names_of_export() -> Iterator[tuple[Any, str, Any]]:
+    module, name = _torch.export.choosing()
+    yield module, name, partial(choose_tensor, vars(module)[name])
 
 
 def _names_of_transformers() -> Iterator[tuple[Any, str, Any]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import (
     BuiltinFunctionType,
     MethodDescriptorType,
@@ -174,15 +174,36 @@ class _Listener(TorchFunctionMode):
 
 def _call(handler: Any, trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
     """What a handler makes of a call of torch."""
-    named = {name: x if name == "out" else _number_as_traced(x) for name, x in kwargs.items()}
-    return handler(trace, func, *args[:1], *map(_number_as_traced, args[1:]), **named)
+    named = {name: x if name == "out" else _number(trace, func, name, x) for name, x in kwargs.items()}
+    others = [_number(trace, func, place, x) for place, x in enumerate(args[1:], 1)]
+    return handler(trace, func, *args[:1], *others, **named)
 
 
-def _number_as_traced(x: Any) -> Any:
-    """What stands for a number that is a tensor around the model: where torch takes numbers (``alpha=scale``), it would
-    read what that holds now."""
-    is_number = isinstance(x, torch.Tensor) and not x.ndim and not x.requires_grad
-    return _torch.export.as_traced(x) if is_number else x
+def _number(trace: Trace, func: Any, place: int | str, x: Any) -> Any:
+    """A tensor that holds a number, as torch is given it: read where torch takes numbers alone (``alpha=scale``), for
+    it would read there what a tensor around the model holds now, and what others do not hold in a trace."""
+    if not isinstance(x, torch.Tensor) or x.ndim or x.requires_grad:
+        return x
+    number = trace.read(torch.Tensor.item, x) if _takes_numbers(getattr(func, "__name__", ""), place) else None
+    return _torch.export.as_traced(x) if number is None else number
+
+
+@cache
+def _takes_numbers(name: str, place: int | str) -> bool:
+    """Whether all operators of a name take a number at a place, or under a keyword, where they take anything."""
+    operators = getattr(torch.ops.aten, name, None)
+    schemas = [getattr(operators, overload)._schema for overload in operators.overloads()] if operators else []
+    arguments = [
+        argument
+        for schema in schemas
+        for i, argument in enumerate(schema.arguments)
+        if argument.name == place or i == place and not argument.kwarg_only
+    ]
+    types = [str(argument.type).removeprefix("Optional[").removeprefix("List[").rstrip("]") for argument in arguments]
+    return "Tensor" not in types and not _NUMBERS.isdisjoint(types)
+
+
+_NUMBERS = frozenset(("int", "float", "number", "SymInt"))
 
 
 def _run(_: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -397,8 +397,9 @@ class ChecksThatOnlyRaise(Two):
             raise ValueError(message)
         with torch.no_grad():
             assert torch.allclose(x, x) and torch.equal(x, x) and torch.equal(input=x, other=x)
-        if (x > 1e3).any().item():
+        if (x > 1e3).any().item() or 1e3 in x:
             raise ValueError("large")
+        assert 1e4 not in x and not torch.is_nonzero((x > 1e3).any())
         if (x < 1e3).all():
             h = self.a(x)
         else:

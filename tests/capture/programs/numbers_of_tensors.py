@@ -64,6 +64,17 @@ class ComputesWithNumbers(Two):
         return self.b(h) * max(most, 1e-3)
 
 
+@program(batch=signed, ranks=True)
+class ChoosesTensors(Two):
+    """The first one where several are the largest: it alone has a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        first, second = h.sum() * 0, self.b(h).sum() * 0
+        h = h + max(first, second) + min(0.0, first) + max(second, 0) + max(h.sum(), second, 0.5) + min([second])
+        return self.b(h) * max(h.mean(0).sigmoid()) - min(part.sum().sin() for part in h.chunk(2, 1))
+
+
 @program(batch=signed)
 class SquaresANumber(Two):
     def forward(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, vmap
 
@@ -285,12 +286,28 @@ class ReadsWhatInferenceModeMade(ScalesBy):
         return h * LEVEL.item()
 
 
-@program(between=set_scale, refused="keep it a tensor")
+@program(between=set_scale)
 class GivesATensorForANumber(ScalesBy):
     """torch would read it when the model is traced."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.add(self.a(x), 1.0, alpha=SCALE))  # type: ignore[call-overload]  # refused
+        return self.b(torch.add(self.a(x), 1.0, alpha=SCALE))  # type: ignore[call-overload]
+
+
+@program(ranks=True)
+class GivesBuffersForNumbers(Two):
+    """To functions that take numbers alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("numbers", torch.tensor([2, 1]))
+        self.register_buffer("slope", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        two, one = self.numbers
+        h = F.leaky_relu(F.group_norm(self.a(x), two), self.slope).transpose(one, 0)  # type: ignore[arg-type]
+        parts = torch.cat([part.exp() for part in h.t().chunk(two, one)], 1).sub(1.0, alpha=self.slope)
+        return self.b(parts) + parts.topk(two, dim=one).values.sum(one).unsqueeze(one)
 
 
 @program(between=set_scale, refused="read its values by x.numpy")

@@ -48,6 +48,18 @@ class AsksWhatEqualNumbersDecide(Two):
 
 
 @program(batch=signed, ranks=True)
+class AsksWhatIsIn(Two):
+    """By ``in`` and by ``is_nonzero``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        signs = x.detach().sum().sign().long()
+        if 1 in signs:
+            x = self.a(x)
+        y = x.sin() if -1 not in signs.expand(3) else x
+        return self.b(y) if torch.is_nonzero(signs + 1) else y.cos() + self.a(y)
+
+
+@program(batch=signed, ranks=True)
 class OneOfTwoWeights(Two):
     def forward(self, x: Tensor) -> Tensor:
         layer = self.a if x.sum() > 0 else self.b
