@@ -7,7 +7,6 @@ import ast
 import functools
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -150,38 +149,21 @@ def is_stand_in(value: Any) -> bool:
     )
 
 
-@contextmanager
-def stand_ins_in_modules(functions: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Inside, the functions of the users' modules call the stand-ins, but where a module has such a name of its own.
+def names_in_modules(functions: Sequence[tuple[Any, Any]]) -> Iterator[tuple[ModuleType, str, Any]]:
+    """The names by which functions of the users' modules call what has a stand-in, with that; a module may have such a
+    name of its own.
 
     Args:
         functions: those of libraries that modules may have imported, under any name, with what stands for them.
     """
     by_id = {id(function): stand_in for function, stand_in in functions}
-    changed: list[tuple[dict[str, Any], set[str], list[tuple[str, Any, Any]]]] = []
     for name, module in [*sys.modules.items()]:
         table = vars(module) if isinstance(module, ModuleType) else {}
         file = table.get("__file__")
-        if name == "__main__" or file is not None and _is_users(file):
+        if name == "__main__" or file is not None and not is_library(file):
             stand_ins = dict(STAND_INS) | {kind: _CONVERTERS[kind] for kind in _kinds_called(file)}
-            added = stand_ins.keys() - table.keys()
-            imported = [(key, value, by_id[id(value)]) for key, value in table.items() if id(value) in by_id]
-            table.update({name: stand_ins[name] for name in added})
-            table.update({name: stand_in for name, _, stand_in in imported})
-            changed.append((table, added, imported))
-    try:
-        yield
-    finally:
-        for table, added, imported in changed:
-            for name in added:
-                table.pop(name, None)
-            table.update({name: f for name, f, _ in imported})
-
-
-@functools.cache
-def _is_users(file: str) -> bool:
-    """Whether functions of a module that lies there may run in a model."""
-    return not file.startswith(OURS) and not is_library(file)
+            yield from [(module, key, stand_ins[key]) for key in stand_ins.keys() - table.keys()]
+            yield from [(module, key, by_id[id(value)]) for key, value in table.items() if id(value) in by_id]
 
 
 @functools.cache

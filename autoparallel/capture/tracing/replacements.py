@@ -9,7 +9,7 @@ import dis
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType, FunctionType
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from autoparallel import _torch
 from autoparallel.capture.python.functions_of_numbers import NAMES as OF_NUMBERS
 from autoparallel.capture.python.functions_of_numbers import OF_MATH, OF_NUMPY
-from autoparallel.capture.python.kinds_of_numbers import stand_ins_in_modules
+from autoparallel.capture.python.kinds_of_numbers import names_in_modules
 from autoparallel.capture.refusals.data_access import KERNEL_CURE
 from autoparallel.capture.tracing.backward_hooks import backward_hook
 from autoparallel.capture.tracing.checks import NAMES as ASKED
@@ -314,12 +314,12 @@ _IMPORTED = [
 
 
 class _Replacements:
-    """How many traces need the replaced names, over all threads."""
+    """How many traces need the replaced names, over all threads, and what stood there before."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.traces = 0
-        self.stack = ExitStack()
+        self.before: list[tuple[Any, str, Any]] = []
 
 
 _REPLACEMENTS = _Replacements()
@@ -331,11 +331,10 @@ def replaced_names() -> Iterator[None]:
     """Inside, names of torch stand for what leaves a call in a trace, on the threads that trace."""
     with _REPLACEMENTS.lock:
         if not _REPLACEMENTS.traces:
-            for owner, name, new in (*_NAMES, *_names_of_export(), *_names_of_transformers(), *_names_of_triton()):
+            for owner, name, new in _names():
                 before = getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner).get(name, _ABSENT)
-                _REPLACEMENTS.stack.callback(_put_back, owner, name, before)
+                _REPLACEMENTS.before.append((owner, name, before))
                 setattr(owner, name, new)
-            _REPLACEMENTS.stack.enter_context(stand_ins_in_modules(_IMPORTED))
         _REPLACEMENTS.traces += 1
     try:
         yield
@@ -343,7 +342,17 @@ def replaced_names() -> Iterator[None]:
         with _REPLACEMENTS.lock:
             _REPLACEMENTS.traces -= 1
             if not _REPLACEMENTS.traces:
-                _REPLACEMENTS.stack.close()
+                while _REPLACEMENTS.before:
+                    _put_back(*_REPLACEMENTS.before.pop())
+
+
+def _names() -> Iterator[tuple[Any, str, Any]]:
+    """The names that are replaced, by what has them, with what stands there."""
+    yield from _NAMES
+    yield from _names_of_export()
+    yield from _names_of_transformers()
+    yield from _names_of_triton()
+    yield from names_in_modules(_IMPORTED)
 
 
 def _names_of_export() -> Iterator[tuple[Any, str, Any]]:
