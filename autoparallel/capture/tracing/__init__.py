@@ -10,10 +10,10 @@
 - ``positions``: those that count up, of which transformers asks the values; ``spans``: what it masks at random.
 - ``checks``: those of values that only raise, left out; ``texts``: those of values, which are read or ``messages``;
   ``errors``: who catches what is raised; ``sources``: what stands in the source around an instruction;
-  ``collectives``: what a model sends itself;
-  ``drawn_numbers`` and ``drawn_scalars``: what is drawn one by one; ``seeding``: generators that a model sets;
+  ``refused_calls``: of functions that do what no program does;
+  ``drawn_numbers`` and ``drawn_scalars``: what is drawn one by one;
   ``tensor_attributes``: what the user has set on tensors; ``values_read``: what torch's own functions read of values;
-  ``counts``: a ``bincount`` whose length is told; ``threads``: those that a model starts;
+  ``counts``: a ``bincount`` whose length is told;
   ``open_numbers``: functions of torch that fix numbers, composed of those that do not;
   ``numbers_read``: what Python reads, and ``inputs_read``: what of that follows from the inputs;
   ``unique_values``: as many as there are; ``packed_sequences``: for recurrent layers.

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoparallel import _torch
 from autoparallel._torch.autograd import apply_of
 from autoparallel._torch.tensors import storage_mark
-from autoparallel.capture.tracing.collectives import CURE as COLLECTIVES_CURE
 from autoparallel.capture.tracing.copied_checkpoints import GivenTensors, is_copied_checkpoint
+from autoparallel.capture.tracing.refused_calls import COLLECTIVES_CURE
 from autoparallel.capture.tracing.trace import CURRENT, Trace, fresh, listening, refuse, register, with_results
 from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.lines import line_of

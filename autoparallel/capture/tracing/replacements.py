@@ -20,10 +20,8 @@ from autoparallel import _torch
 from autoparallel.capture.python.functions_of_numbers import NAMES as OF_NUMBERS
 from autoparallel.capture.python.functions_of_numbers import OF_MATH, OF_NUMPY
 from autoparallel.capture.python.kinds_of_numbers import names_in_modules
-from autoparallel.capture.refusals.data_access import KERNEL_CURE
 from autoparallel.capture.tracing.backward_hooks import backward_hook
 from autoparallel.capture.tracing.checks import NAMES as ASKED
-from autoparallel.capture.tracing.collectives import NAMES as COLLECTIVES
 from autoparallel.capture.tracing.drawn_numbers import DRAWS
 from autoparallel.capture.tracing.functions import function_apply, function_under_vmap
 from autoparallel.capture.tracing.numbers_read import NAMES as NUMBERS_READ
@@ -31,12 +29,12 @@ from autoparallel.capture.tracing.numbers_read import choose_tensor
 from autoparallel.capture.tracing.open_numbers import NAMES as OPEN_NUMBERS
 from autoparallel.capture.tracing.packed_sequences import NAMES as PACKED_SEQUENCES
 from autoparallel.capture.tracing.positions import PACKED, masks_of_transformers, unless_counting
-from autoparallel.capture.tracing.seeding import NAMES as SEEDS
+from autoparallel.capture.tracing.refused_calls import NAMES as REFUSED_CALLS
+from autoparallel.capture.tracing.refused_calls import names_of_triton
 from autoparallel.capture.tracing.spans import spans_of_transformers
 from autoparallel.capture.tracing.stand_ins import names_of, original
 from autoparallel.capture.tracing.texts import NAMES as TEXTS
-from autoparallel.capture.tracing.threads import NAMES as THREADS
-from autoparallel.capture.tracing.trace import CURRENT, listening, refuse, refused_function
+from autoparallel.capture.tracing.trace import CURRENT, listening, refuse
 from autoparallel.capture.tracing.transforms import NAMES as TRANSFORMS
 from autoparallel.capture.tracing.values_read import NAMES as VALUES_READ
 from autoparallel.graph.errors import RAISED, note_raised
@@ -279,15 +277,13 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *names_of(torch.compiler.is_exporting, partial(_answer, original(torch.compiler.is_exporting))),
     *names_of(vars(torch.jit)["is_scripting"], _is_scripting),
     *ASKED,
-    *COLLECTIVES,
     *((owner, name, stand_in) for owner, name, _, stand_in in DRAWS),
     *NUMBERS_READ,
     *OF_NUMBERS,
     *OPEN_NUMBERS,
     *PACKED_SEQUENCES,
-    *SEEDS,
+    *REFUSED_CALLS,
     *TEXTS,
-    *THREADS,
     *TRANSFORMS,
     *VALUES_READ,
     (*_torch.export.VALIDATE_DEVICE, _validate_device),
@@ -351,7 +347,7 @@ def _names() -> Iterator[tuple[Any, str, Any]]:
     yield from _NAMES
     yield from _names_of_export()
     yield from _names_of_transformers()
-    yield from _names_of_triton()
+    yield from names_of_triton()
     yield from names_in_modules(_IMPORTED)
 
 
@@ -365,14 +361,6 @@ def _names_of_transformers() -> Iterator[tuple[Any, str, Any]]:
     if masks is not None:
         yield masks, PACKED, unless_counting(vars(masks)[PACKED])
     yield from spans_of_transformers()
-
-
-def _names_of_triton() -> Iterator[tuple[Any, str, Any]]:
-    """What launches a kernel, which would write to where the tensors of a trace have no memory."""
-    jit = sys.modules.get("triton.runtime.jit")
-    if jit is not None:
-        launch = refused_function(jit.JITFunction.run, "the model launches a Triton kernel", KERNEL_CURE)
-        yield jit.JITFunction, "run", launch
 
 
 def _put_back(owner: Any, name: str, before: Any) -> None:

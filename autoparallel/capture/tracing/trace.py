@@ -302,20 +302,6 @@ def refuse(what: str, cure: str) -> CaptureError:
     return refusal(what, line_of_frame(sys._getframe(1)), cure)
 
 
-def refused_function(original: Callable[..., Any], what: str, cure: str) -> Callable[..., Any]:
-    """What stands for a function of torch while models are traced: it raises ``CaptureError`` where one calls it, also
-    in what leaves no trace, where it is given tensors that have no memory."""
-
-    def function(*args: Any, **options: Any) -> Any:
-        caller = str(sys._getframe(1).f_globals.get("__name__"))
-        follows = listening() is not None and not caller.startswith("torch._dynamo")  # which puts back what it moves
-        if follows or CURRENT.value is not None and any(hasattr(x, "fake_mode") for x in args):
-            raise refuse(what, cure)
-        return original(*args, **options)
-
-    return function
-
-
 def register(table: dict[str, Any], name: str, entry: object) -> str:
     """The name of what stands behind a call in a trace; equal ones share one, so that layers of them are alike."""
     while table.setdefault(name, entry) != entry:
