@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel.capture.functional import passes
 from autoparallel.capture.python.recorder import Recorder
-from autoparallel.capture.tracing import backward_hooks, functions
+from autoparallel.capture.tracing import backward_hooks, functions, tracing
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.graph.python_state import PythonState
 from autoparallel.passes import mark_gradients
@@ -47,7 +47,7 @@ def tensor_hooks() -> Any:
     def ignored(trace: Any, func: Any, tensor: Tensor, hook: Any) -> Any:
         return backward_hooks._Handle(lambda: None)
 
-    return mock.patch.dict(backward_hooks.HANDLERS, {Tensor.register_hook: ignored})
+    return mock.patch.dict(tracing.HANDLERS, {Tensor.register_hook: ignored})
 
 
 def module_hooks() -> Any:

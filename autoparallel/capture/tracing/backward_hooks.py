@@ -165,7 +165,7 @@ def _begin_leaf(tensor: Tensor) -> None:
 _MODULE = f"{FOLDER}nn/modules/module.py"
 """Where ``Module.zero_grad`` and ``requires_grad_`` stand, which are the user's calls."""
 
-HANDLERS: dict[Any, Callable[..., Any]] = {
+OF_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: _register_hook,
     Tensor.register_post_accumulate_grad_hook: _post_accumulate,
     Tensor.retain_grad: _retain_grad,
@@ -176,6 +176,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.requires_grad_: _requires_grad,
     torch.autograd.grad: differentiate,
 }
+"""What is asked of autograd, with what takes its place while a model is traced."""
 
 
 # ------------------------------------------------------------------------------------------- module backward hooks

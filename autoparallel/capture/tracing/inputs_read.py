@@ -54,7 +54,7 @@ _MADE_OF_NOTHING = frozenset((
 ))  # fmt: skip
 """The functions whose results follow from numbers."""
 
-_MADE_LIKE = frozenset((
+MADE_LIKE = frozenset((
     torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, Tensor.new_empty, Tensor.new_zeros,
     Tensor.new_ones, Tensor.new_full,
 ))  # fmt: skip
@@ -234,7 +234,7 @@ class InputsRead:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """What the arguments of a call follow from, where that is inputs alone."""
         try:
-            if func in _MADE_LIKE and args and not self._is_of_inputs(args[0]):
+            if func in MADE_LIKE and args and not self._is_of_inputs(args[0]):
                 like = self._step(torch.empty, (self._source(args[0].shape),), {"dtype": args[0].dtype})
                 first, sources = [Result(like, 0)], mapped((args[1:], kwargs), self._source)
                 return (*first, *sources[0]), sources[1]

@@ -12,7 +12,7 @@ torch is replaced (see ``replacements``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from types import (
@@ -30,10 +30,11 @@ from autoparallel import _torch
 from autoparallel.capture.python.profilers import without_model
 from autoparallel.capture.refusals.failures import is_raised_by_model
 from autoparallel.capture.tracing.attention_kernels import ATTENTION
-from autoparallel.capture.tracing.backward_hooks import HANDLERS
+from autoparallel.capture.tracing.backward_hooks import OF_AUTOGRAD
 from autoparallel.capture.tracing.checks import CHECKED
 from autoparallel.capture.tracing.counts import COUNTING
 from autoparallel.capture.tracing.drawn_scalars import DRAWING
+from autoparallel.capture.tracing.inputs_read import MADE_LIKE
 from autoparallel.capture.tracing.numbers_read import READS
 from autoparallel.capture.tracing.open_numbers import OF_OPEN
 from autoparallel.capture.tracing.positions import FOLLOWED
@@ -125,7 +126,7 @@ _CASTS = (
     "float", "double",
 )  # fmt: skip
 
-_FOLLOWED = {
+HANDLERS: dict[Any, Callable[..., Any]] = {
     **{getattr(torch.Tensor, name): _cast for name in _CASTS},
     torch.flatten: _cast,
     torch.positive: _cast,
@@ -140,13 +141,13 @@ _FOLLOWED = {
     **COUNTING,
     **DRAWING,
     **OF_OPEN,
+    **OF_AUTOGRAD,
 }
+"""The functions of torch of which more is noted than that they run, with what takes their place."""
 
-
-_T = torch.Tensor
-_WITHOUT_VALUES = OF_FORM | {
-    torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.zeros_like,
-    _T.__len__, _T.get_device, _T.new_empty, _T.new_full, _T.new_ones, _T.new_zeros,
+_WITHOUT_VALUES = OF_FORM | MADE_LIKE | {
+    torch.rand_like, torch.randn_like, torch.Tensor.__len__, torch.Tensor.get_device, torch.Tensor.requires_grad_,
+    _torch.autograd.SET_REQUIRES_GRAD,
 }  # fmt: skip
 """What makes nothing of a tensor's values, so that nothing of it has a gradient either."""
 
@@ -159,10 +160,9 @@ class _Listener(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.trace.listening:
             return func(*args, **(kwargs or {}))
-        handler = HANDLERS.get(func) or _FOLLOWED.get(func)
-        if func not in _WITHOUT_VALUES and handler is not HANDLERS[torch.Tensor.requires_grad_]:
+        if func not in _WITHOUT_VALUES:
             self.trace.note_read((*args, *(kwargs or {}).values()))
-        call = partial(_call, handler or _run, self.trace, func)
+        call = partial(_call, HANDLERS.get(func, _run), self.trace, func)
         try:
             if self.trace.inputs is None:
                 return call(*args, **(kwargs or {}))
