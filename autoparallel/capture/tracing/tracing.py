@@ -32,7 +32,6 @@ from autoparallel.capture.refusals.failures import is_raised_by_model
 from autoparallel.capture.tracing.attention_kernels import ATTENTION
 from autoparallel.capture.tracing.backward_hooks import OF_AUTOGRAD
 from autoparallel.capture.tracing.checks import CHECKED
-from autoparallel.capture.tracing.counts import COUNTING
 from autoparallel.capture.tracing.drawn_scalars import DRAWING
 from autoparallel.capture.tracing.inputs_read import MADE_LIKE
 from autoparallel.capture.tracing.numbers_read import READS
@@ -138,7 +137,6 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     **READS,
     **READING,
     **ATTENTION,
-    **COUNTING,
     **DRAWING,
     **OF_OPEN,
     **OF_AUTOGRAD,

@@ -1,8 +1,9 @@
 """What torch's own functions and modules read of a tensor's values: composed of operators that read none, or refused.
 
 ``torch.cov`` asks whether its divisor is positive, ``torch.combinations`` which of all pairs are ordered, a batch norm
-without a momentum for how many batches it has seen, and ``nn.Transformer`` whether a mask is the causal one.  All of it
-is known without the values, is a tensor, or changes nothing of what is computed.
+without a momentum for how many batches it has seen, ``torch.bincount`` for the largest value, and ``nn.Transformer``
+whether a mask is the causal one.  All of it is known without the values, is a tensor, or changes nothing of what is
+computed.
 """
 
 from __future__ import annotations
@@ -64,6 +65,18 @@ def _combinations(_: Trace, func: Any, input: Tensor, r: int = 2, with_replaceme
     return input[torch.tensor(places, dtype=torch.int64, device=input.device).reshape(len(places), r)]
 
 
+def _bincount(_: Trace, func: Any, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """As many counts as ``minlength`` says, where it says so: a value from there on is an error of the call."""
+    is_error = input.ndim != 1 or input.is_floating_point() or weights is not None and weights.requires_grad
+    if not minlength or is_error:
+        return func(input, weights, minlength)
+    if weights is None:
+        weights = torch.ones_like(input, dtype=torch.int64)
+    elif weights.dtype != torch.float32:
+        weights = weights.double()
+    return weights.new_zeros(minlength).index_add(0, input.long(), weights)
+
+
 def _tensor(_: Trace, func: Any, data: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
     """A tensor of lists in which there are tensors, which torch would read number by number."""
     if isinstance(data, Tensor) and not options:
@@ -122,6 +135,7 @@ def _ctc_loss(
 
 READING: dict[Any, Callable[..., Any]] = {
     torch.cov: _cov, Tensor.cov: _cov, torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef,
+    torch.bincount: _bincount, Tensor.bincount: _bincount,
     torch.masked_select: _masked_select, Tensor.masked_select: _masked_select,
     torch.combinations: _combinations, torch.tensor: _tensor, torch.ctc_loss: _ctc_loss, F.ctc_loss: _ctc_loss,
 }  # fmt: skip
