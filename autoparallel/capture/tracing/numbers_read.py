@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -120,7 +120,7 @@ def _choose(of_two: Callable[..., Any], x: Any, y: Any) -> Any:
     return torch.ops.aten.item.default(torch.where(is_second, second, first))
 
 
-def choose_tensor(original: Any, *values: Any, real_callable: Any, tensor_callable: Any, **options: Any) -> Any:
+def _choose_tensor(original: Any, *values: Any, real_callable: Any, tensor_callable: Any, **options: Any) -> Any:
     """The largest or the smallest of tensors of one element and numbers, as ``max`` and ``min`` choose it: the first
     one where several are, and what NaN is not compared with.  Torch's stand-ins give both of two a gradient there.
 
@@ -221,3 +221,9 @@ NAMES: tuple[tuple[Any, str, Any], ...] = (
     (torch.SymBool, "__ne__", _equals(torch.SymBool.__ne__, holds=False)),
 )
 """What has no door but its name."""
+
+
+def names_of_export() -> Iterator[tuple[Any, str, Any]]:
+    """What ``torch.export`` has in the place of ``max`` and ``min``, once it is imported."""
+    module, name = _torch.export.choosing()
+    yield module, name, partial(_choose_tensor, vars(module)[name])

@@ -8,8 +8,7 @@ a model makes itself, by ``torch.arange``, is known to count up, and the trace g
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,17 +16,18 @@ from torch import Tensor
 
 from autoparallel.capture.tracing.trace import Trace, listening
 
-PACKED = "find_packed_sequence_indices"
+_PACKED = "find_packed_sequence_indices"
 """The function of transformers that asks."""
 
 
-def masks_of_transformers() -> ModuleType | None:
-    """Its module, where it is in use and has the function."""
+def packing_of_transformers() -> Iterator[tuple[Any, str, Any]]:
+    """The function, where it is in use, with what takes its place."""
     module = sys.modules.get("transformers.masking_utils")
-    return module if hasattr(module, PACKED) else None
+    if hasattr(module, _PACKED):
+        yield module, _PACKED, _unless_counting(vars(module)[_PACKED])
 
 
-def unless_counting(find_packed: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+def _unless_counting(find_packed: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
     """The function; but None, which says that nothing is packed, for positions that are known to count up."""
 
     def find(position_ids: Tensor) -> Tensor | None:

@@ -25,10 +25,10 @@ from autoparallel.capture.tracing.checks import NAMES as ASKED
 from autoparallel.capture.tracing.drawn_numbers import DRAWS
 from autoparallel.capture.tracing.functions import function_apply, function_under_vmap
 from autoparallel.capture.tracing.numbers_read import NAMES as NUMBERS_READ
-from autoparallel.capture.tracing.numbers_read import choose_tensor
+from autoparallel.capture.tracing.numbers_read import names_of_export
 from autoparallel.capture.tracing.open_numbers import NAMES as OPEN_NUMBERS
 from autoparallel.capture.tracing.packed_sequences import NAMES as PACKED_SEQUENCES
-from autoparallel.capture.tracing.positions import PACKED, masks_of_transformers, unless_counting
+from autoparallel.capture.tracing.positions import packing_of_transformers
 from autoparallel.capture.tracing.refused_calls import NAMES as REFUSED_CALLS
 from autoparallel.capture.tracing.refused_calls import names_of_triton
 from autoparallel.capture.tracing.spans import spans_of_transformers
@@ -345,22 +345,11 @@ def replaced_names() -> Iterator[None]:
 def _names() -> Iterator[tuple[Any, str, Any]]:
     """The names that are replaced, by what has them, with what stands there."""
     yield from _NAMES
-    yield from _names_of_export()
-    yield from _names_of_transformers()
+    yield from names_of_export()
+    yield from packing_of_transformers()
+    yield from spans_of_transformers()
     yield from names_of_triton()
     yield from names_in_modules(_IMPORTED)
-
-
-def _names_of_export() -> Iterator[tuple[Any, str, Any]]:
-    module, name = _torch.export.choosing()
-    yield module, name, partial(choose_tensor, vars(module)[name])
-
-
-def _names_of_transformers() -> Iterator[tuple[Any, str, Any]]:
-    masks = masks_of_transformers()
-    if masks is not None:
-        yield masks, PACKED, unless_counting(vars(masks)[PACKED])
-    yield from spans_of_transformers()
 
 
 def _put_back(owner: Any, name: str, before: Any) -> None:
