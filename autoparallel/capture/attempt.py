@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -432,10 +432,20 @@ class Attempt:
         """The error with the lines that change entries of containers, for each of which a copy runs again."""
         lines = dict(error.lines)
         for refused in {id(x): x for x in error.unseen.values()}.values():
-            line = _line_of(refused, self.copies.make(), self._make_reads(), self.run)
+            line = self._line_of(refused)
             lines |= {label: line for label, other in error.unseen.items() if other is refused}
         text = str(error).replace("an unknown line", lines[next(iter(lines))], 1)
         return ChangesAttributesError(text, {label: (x, lines[label]) for label, x in error.values.items()})
+
+    def _line_of(self, error: StateChangedError) -> str:
+        """The line of what a run changes that no trace can show, for which a copy runs again."""
+        wrapper, reads = self.copies.make(), self._make_reads()
+
+        def again() -> None:
+            with reads:
+                self.run(wrapper)
+
+        return first_line(again, lambda: error.has_changed(wrapper.recorder, reads))
 
     def _capture(self) -> Captured:
         reads = self._reads
@@ -448,7 +458,7 @@ class Attempt:
             except StateChangedError as error:
                 if isinstance(error, VariablesChangedError) and self.looks_after:
                     raise
-                raise _with_line(error, self.copies.make(), self._make_reads(), self.run) from None
+                raise error.at(self._line_of(error)) from None
             except ChangesAttributesError as error:
                 raise self._with_lines(error) from None
             if not failed:
@@ -493,18 +503,3 @@ class Attempt:
         if stacks and (inputs := self.rehearsals[0].inputs) is not None:  # of layers that are not traced, too
             captured.state.inputs.append(inputs.taken())
         return captured
-
-
-def _with_line(
-    error: StateChangedError, wrapper: Training, reads: GlobalsRead, run: Callable[[Any], Any]
-) -> CaptureError:
-    """What a run changes that no trace can show, with the line that does, for which a copy runs again."""
-    return error.at(_line_of(error, wrapper, reads, run))
-
-
-def _line_of(error: StateChangedError, wrapper: Training, reads: GlobalsRead, run: Callable[[Any], Any]) -> str:
-    def again() -> None:
-        with reads:
-            run(wrapper)
-
-    return first_line(again, lambda: error.has_changed(wrapper.recorder, reads))
