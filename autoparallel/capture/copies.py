@@ -139,26 +139,16 @@ class Copies:
             model, plain, table, self._trained, pair, self._constants, around, self._shared, self.journals, self.read
         )  # fmt: skip
         self.recorders.append(recorder)
-        inputs = self._inputs
         wrapper = Training(
-            plain,
-            loss,
-            self._precision,
-            recorder,
-            inputs.alike,
-            inputs.numbers,
-            inputs.twins,
-            inputs.requiring,
-            self.returned_anyway,
-            self.fixed_numbers,
-        )  # fmt: skip
+            plain, loss, self._precision, recorder, self._inputs, self.returned_anyway, self.fixed_numbers
+        )
         keep_lines_of(loss)
         wrapper.training = plain.training
         wrapper.findings.copies = table
         buffers = model.named_buffers(remove_duplicate=False)
         wrapper.findings.sparse = frozenset(name for name, x in buffers if not is_dense(x))
         wrapper.findings.constants = self._held
-        wrapper.findings.existing = {*map(id, table.values()), *inputs.ids}
+        wrapper.findings.existing = {*map(id, table.values()), *self._inputs.ids}
         wrapper.findings.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
         return wrapper
 

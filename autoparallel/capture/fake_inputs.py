@@ -37,6 +37,7 @@ class FakeInputs:
         shapes: which of their dims are open, as export wants it.
         ids: of the leaves.
         numbers: those of Python's that leaves stand for, by the places of these.
+        requiring: the places of the leaves that forward is known to have require gradients.
         twins: the places of the leaves that are the same tensor as an earlier one, with its place.
         alike: the sets of open dims that have the same size, as places of a leaf and a dim; empty where no other dim
             than the batch's is open.

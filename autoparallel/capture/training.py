@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel._torch.export import is_fake
 from autoparallel.capture.caches import CURE, asks_for_cache, without_caches
+from autoparallel.capture.fake_inputs import FakeInputs
 from autoparallel.capture.python.changes import StateChangedError
 from autoparallel.capture.python.containers import entries_exchanged
 from autoparallel.capture.python.journals import without_journals
@@ -127,10 +128,7 @@ class Training(nn.Module):
     Inputs and outputs are cast as ``fully_shard`` casts those of the outermost module.
 
     Args:
-        alike: the open dims of inputs, each an input and a dim, in sets of the same size: one symbol stands for a set.
-        numbers: the values of inputs that are tensors in the graph, and numbers to the model, by their places.
-        twins: the inputs that are the same tensor as an earlier one, with that.
-        requiring: the places of those that forward is known to have require gradients.
+        inputs: what it is called with.
         returned_anyway: the labels of attributes that a call returns as it is given them, where it does not set them.
         fixed_numbers: the labels of those that are whole numbers and no longer open.
     """
@@ -141,17 +139,12 @@ class Training(nn.Module):
         loss_fn: Callable[..., Any] | None,
         precision: MixedPrecisionPolicy | None,
         recorder: Recorder,
-        alike: Sequence[Sequence[tuple[int, int]]],
-        numbers: Mapping[int, int | float],
-        twins: Sequence[tuple[int, int]],
-        requiring: Collection[int] = (),
-        returned_anyway: Collection[str] = (),
-        fixed_numbers: Collection[str] = (),
+        inputs: FakeInputs,
+        returned_anyway: Collection[str],
+        fixed_numbers: Collection[str],
     ) -> None:
         super().__init__()
-        self.alike, self.numbers, self.twins = alike, numbers, twins
-        self.requiring = requiring
-        self.returned_anyway, self.fixed_numbers = returned_anyway, fixed_numbers
+        self.inputs, self.returned_anyway, self.fixed_numbers = inputs, returned_anyway, fixed_numbers
         self.model = model
         self.loss_fn = loss_fn
         cast = precision is not None and precision.cast_forward_inputs
@@ -167,14 +160,14 @@ class Training(nn.Module):
         """The leaves of the outputs, and of the attributes that the call sets; then what Python has asked for."""
         inputs, nesting = pytree.tree_flatten((args, kwargs))
         trace = listening()
-        for place, value in self.numbers.items():
+        for place, value in self.inputs.numbers.items():
             inputs[place] = inputs[place].item()
             if trace is not None:
                 trace.note_number(inputs[place], place, value)
-        for (first, dim), *others in self.alike:
+        for (first, dim), *others in self.inputs.alike:  # of which one symbol stands for a set
             for other, its in others:
                 torch._check(inputs[first].shape[dim] == inputs[other].shape[its])
-        for place, earlier in self.twins:
+        for place, earlier in self.inputs.twins:
             inputs[place] = inputs[earlier]
         before, now = self.findings.registered, dict(_torch.tensors.named_tensors(self.model))
         if trace is not None:
@@ -204,7 +197,7 @@ class Training(nn.Module):
                 written = dict(sorted({**written, **left}.items(), reverse=True))
         if trace is not None:
             _require_unset(trace.attributes)
-            trace.require_same_inputs(self.requiring)
+            trace.require_same_inputs(self.inputs.requiring)
         _require_leaves(leaves)
         for name, value in {**written, **self._changes}.items():
             more, self.findings.attributes[name] = flatten_results(value)
