@@ -155,9 +155,7 @@ class Attempt:
         open_batch = self.scale * settings.batch > 1
         with self.mode:
             self.inputs = FakeInputs(self.specs, self.in_spec, self.scale, open_batch, settings.device)
-            self.copies = Copies(
-                self.model, settings.loss_fn, self.inputs, settings.training, settings.precision, settings.device
-            )
+            self.copies = Copies(self.model, self.inputs, settings)
         self._reads = self._make_reads()
         self.copies.names = self._reads.names
         self._attributes = TensorAttributes(self.model, self.leaves)
@@ -231,14 +229,9 @@ class Attempt:
             LOGGER.warning(AS_COMPILED, self.asked_at, reason)
             self._of_next = None  # that is of what it does where it is not compiled
             return captured
-        program, findings, recorder = way.program, way.findings, way.recorder
-        settings = self.settings
-        captured = describe(
-            program, self.model, self.copies.owners, self.copies.references, self.specs, settings.loss_fn is not None,
-            settings.detach_beside_loss, findings, settings.ranks,
-            {x: place for x, (place, _) in way.trace.numbers.items()},
-            len(self.specs) - len(pytree.tree_leaves(take_apart(self.inputs.arguments[1])[1][:3])),
-        )  # fmt: skip
+        findings, recorder, settings = way.findings, way.recorder, self.settings
+        arguments = len(self.specs) - len(pytree.tree_leaves(take_apart(self.inputs.arguments[1])[1][:3]))
+        captured = describe(way, self.model, self.copies, self.specs, arguments, settings)
         captured.guards = tuple({**dict.fromkeys(captured.guards), **way.guards})
         captured.assumed = tuple(way.assumed)
         captured.state = way.state

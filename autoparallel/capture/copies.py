@@ -6,7 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.python.shared_parts import SharedParts, refused_copy
 from autoparallel.capture.python.watched import WatchedVariables
 from autoparallel.capture.refusals.refusals import is_dense, require_dense
+from autoparallel.capture.settings import CaptureSettings
 from autoparallel.capture.training import Training
 from autoparallel.graph.beside import method_of, take_apart
 from autoparallel.graph.errors import CaptureError
@@ -38,20 +39,14 @@ from autoparallel.graph.plain_tensors import (
 from autoparallel.graph.python_state import is_data
 from autoparallel.graph.surroundings import SCRIPT, TRACED, surroundings_of
 
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
 
 class Copies:
     """Makes copies of a model with its loss; to be made in a fake mode.
 
     Args:
         model: the plain model; its tensors are not touched.
-        loss_fn: called as ``loss_fn(output, target)``.
         inputs: what the copies are called with.
-        training: the mode of the copies; None for the model's own.
-        precision: the dtypes in which parameters are used, inputs come and outputs leave; None leaves them.
-        device: the kind of device that the fakes are on.
+        settings: what the model is captured for.
 
     Attributes:
         fakes: of every tensor of the model, by id, what stands for it in copies; and all that copies share.
@@ -67,17 +62,8 @@ class Copies:
         fixed_numbers: the labels of those that are whole numbers, and no longer open; ways add to them, too.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Any] | None,
-        inputs: FakeInputs,
-        training: bool | None,
-        precision: MixedPrecisionPolicy | None,
-        device: str,
-    ) -> None:
-        self._model, self._loss_fn, self._inputs = model, loss_fn, inputs
-        self._training, self._precision, self._device = training, precision, device
+    def __init__(self, model: nn.Module, inputs: FakeInputs, settings: CaptureSettings) -> None:
+        self._model, self._inputs, self._settings = model, inputs, settings
         self.recorders: list[Recorder] = []
         self.names: set[str] = set()
         self.journals: set[str] = set()
@@ -89,7 +75,7 @@ class Copies:
         registered = (*_torch.tensors.parameters_of(model), *model.buffers())
         self.fakes: dict[int, Any] = {id(t): self._fake(t) for t in registered}
         args, (kwargs, beside) = inputs.arguments[0], take_apart(inputs.arguments[1])
-        run = method_of(model, beside.method)
+        run, loss_fn = method_of(model, beside.method), settings.loss_fn
         self._cached = asks_for_cache(run, args[:-1] if loss_fn is not None else args, kwargs)
         tensors, modules_apart = held_unregistered(model)
         if isinstance(loss_fn, nn.Module):
@@ -98,7 +84,7 @@ class Copies:
             tensors |= {f"{LOSS}.{name}": tensor for name, tensor in state.items() if id(tensor) not in self.fakes}
         require_dense(tensors)  # as buffers they may lie there, unread
         for tensor in tensors.values():
-            self.fakes.setdefault(id(tensor), stand_in(tensor, self.fakes, device))
+            self.fakes.setdefault(id(tensor), stand_in(tensor, self.fakes, settings.device))
         self.fakes |= {id(held): held for held in (*not_copied(model), *modules_apart)}
         self._attributes = [name for name, t in tensors.items() if is_attribute(model, name) and t not in REPLACED]
         self._constants = {
@@ -116,31 +102,33 @@ class Copies:
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for a parameter or a buffer, in the dtype in which it is used."""
         is_parameter = isinstance(tensor, nn.Parameter)
-        used = self._precision.param_dtype if self._precision is not None and is_parameter else None
+        precision = self._settings.precision
+        used = precision.param_dtype if precision is not None and is_parameter else None
         dtype = used if used is not None and tensor.is_floating_point() else tensor.dtype
-        fake = torch.empty(tensor.shape, dtype=dtype, device=self._device)
+        fake = torch.empty(tensor.shape, dtype=dtype, device=self._settings.device)
         return nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake.requires_grad_(tensor.requires_grad)
 
     def make(self) -> Training:
         """A copy of the model with its loss, of which all that it reads and writes is recorded; a plain attribute that
         is a tensor is a buffer of the copy."""
-        model, loss_fn = self._model, self._loss_fn
+        model, settings = self._model, self._settings
         plain, loss, table = self._copy_both()
         around = self._copy_surroundings(table)
         _tie_tables(table)
         for name in self._attributes:
             make_buffer(plain, name)
-        if self._training is not None:
-            plain.train(self._training)
+        if settings.training is not None:
+            plain.train(settings.training)
         if not self._cached:
             make_no_caches(plain)
+        loss_fn = settings.loss_fn
         pair = (loss_fn, loss) if isinstance(loss_fn, nn.Module) and isinstance(loss, nn.Module) else None
         recorder = Recorder(
             model, plain, table, self._trained, pair, self._constants, around, self._shared, self.journals, self.read
         )  # fmt: skip
         self.recorders.append(recorder)
         wrapper = Training(
-            plain, loss, self._precision, recorder, self._inputs, self.returned_anyway, self.fixed_numbers
+            plain, loss, settings.precision, recorder, self._inputs, self.returned_anyway, self.fixed_numbers
         )
         keep_lines_of(loss)
         wrapper.training = plain.training
@@ -155,7 +143,7 @@ class Copies:
     def _copy_both(self) -> tuple[nn.Module, Callable[..., Any] | None, dict[int, Any]]:
         """Copies of the model and of its loss, and what stands in them for what, by ids; what cannot be copied stands
         for itself."""
-        model, loss_fn = self._model, self._loss_fn
+        model, loss_fn = self._model, self._settings.loss_fn
         while True:
             table = {**self.fakes, **self._shared.by_id, id(TRACED): TRACED}
             for module in model.modules():  # the model's own run, in the backward of its program

@@ -22,8 +22,10 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import graph_module, is_fake, is_read, size_guards
+from autoparallel.capture.copies import Copies
 from autoparallel.capture.functional.outputs import Objective, find_objective, set_apart
 from autoparallel.capture.functional.passes import describing_passes
+from autoparallel.capture.functional.ways import Way
 from autoparallel.capture.python.changes import IN_THE_MODEL
 from autoparallel.capture.refusals.refusals import (
     refused_mutation,
@@ -33,6 +35,7 @@ from autoparallel.capture.refusals.refusals import (
     require_same_dtypes,
     require_static,
 )
+from autoparallel.capture.settings import CaptureSettings
 from autoparallel.capture.tracing.checks import CHECK
 from autoparallel.capture.training import Findings
 from autoparallel.graph.captured import Captured, InputSpec, NumberSpec, SizeGuard
@@ -48,38 +51,30 @@ from autoparallel.rules.calls import is_tensor
 
 
 def describe(
-    program: ExportedProgram,
+    way: Way,
     model: nn.Module,
-    owners: Mapping[str, str],
-    references: Mapping[int, torch.Tensor],
+    copies: Copies,
     specs: Sequence[InputSpec | Any],
-    has_loss_fn: bool,
-    detach_beside_loss: bool,
-    trace_findings: Findings,
-    ranks: int,
-    numbers: Mapping[sympy.Symbol, int],
     arguments: int,
+    settings: CaptureSettings,
 ) -> Captured:
     """Describes a trace, of which the passes of ``describing_passes`` make the graph that is planned.
 
     Args:
-        program: the trace, functional; its graph is changed.
+        way: the trace, whose graph is changed.
         model: the plain model.
-        owners: the first name of each tied parameter and buffer, by every name that it has.
-        references: the tensors that the trace holds as constants, by the ids of their fakes.
+        copies: of it, of which one was traced.
         specs: the inputs, flattened.
-        has_loss_fn: whether the trace ends in a ``loss_fn``, instead of a model's own loss.
-        detach_beside_loss, ranks: see :class:`~autoparallel.capture.attempt.Attempt`.
-        trace_findings: what tracing found beside the program.
-        numbers: the places of inputs that are numbers, by the symbols that stand for them.
-        arguments: how many of the first inputs are arguments of the user's.
+        arguments: how many of the first ones are arguments of the user's.
+        settings: what the model is captured for.
 
     Raises:
         CaptureError: for a trace that no program can have.
     """
+    program, trace_findings, owners = way.program, way.findings, copies.owners
     module = graph_module(program.graph)
     graph = module.graph
-    parameters, buffers, constants, inputs = _read_inputs(program, graph, owners, references, trace_findings.sparse)
+    parameters, buffers, constants, inputs = _read_inputs(program, graph, copies, trace_findings.sparse)
     numbers_given = [str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)]
     nodes = {n.name: n for n in graph.nodes}
     places = {str(inputs[i]): i for i, spec in enumerate(specs[:arguments]) if isinstance(spec, InputSpec)}
@@ -88,7 +83,7 @@ def describe(
     tensors = [(nodes[n], spec) for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec)]
     price_masks(graph, constants)
     trace_findings.left_out.update(dict.fromkeys(require_static(graph, numbers_given), CHECK))
-    symbols = {symbol: str(inputs[place]) for symbol, place in numbers.items()}
+    symbols = {symbol: str(inputs[place]) for symbol, (place, _) in way.trace.numbers.items()}
     _require_sizes(outputs, symbols)
     require_dense_values(graph)
     require_positions(graph)
@@ -104,15 +99,15 @@ def describe(
     passes = describing_passes(
         parameters=parameters,
         differentiable=differentiable,
-        ranks=ranks,
+        ranks=settings.ranks,
         buffers=len(mutated),
         objective=partial(
             find_objective,
             outputs=outputs,
             spec=trace_findings.spec,
             buffers=len(mutated),
-            of_loss_fn=has_loss_fn,
-            detach_beside_loss=detach_beside_loss,
+            of_loss_fn=settings.loss_fn is not None,
+            detach_beside_loss=settings.detach_beside_loss,
             counted=trace_findings.counted,
             inputs={name for name in inputs if name is not None},
         ),
@@ -135,8 +130,7 @@ def describe(
 def _read_inputs(
     program: ExportedProgram,
     graph: fx.Graph,
-    owners: Mapping[str, str],
-    references: Mapping[int, torch.Tensor],
+    copies: Copies,
     sparse: Container[str],
 ) -> tuple[dict[str, str], dict[str, str], dict[str, torch.Tensor], list[str | None]]:
     """The parameters, buffers, constants and inputs of a trace, as ``Captured`` holds them; every tensor gets one
@@ -153,7 +147,7 @@ def _read_inputs(
         if spec.kind == InputKind.USER_INPUT:
             inputs.append(None if isinstance(spec.arg, ConstantArgument) or node is None else node.name)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and str(spec.target).startswith("model."):
-            name = owners[str(spec.target).removeprefix("model.")]
+            name = copies.owners[str(spec.target).removeprefix("model.")]
             first = first_of.setdefault(name, node)  # type: ignore[arg-type]
             if first is not node and node is not None:  # another name of a tied weight
                 node.replace_all_uses_with(first)
@@ -172,7 +166,7 @@ def _read_inputs(
             value = (program.state_dict | program.constants).get(str(spec.target))
             if not isinstance(value, torch.Tensor):
                 raise CaptureError(f"the model uses {spec.target!r}, which is not a tensor, as an input of its graph")
-            constants[node.name] = value = references.get(id(value), value)
+            constants[node.name] = value = copies.references.get(id(value), value)
             if is_fake(value):
                 line, cure = line_of(next(iter(node.users), node)), "read it where it is registered, or pass it in"
                 raise refusal("the model reads a tensor from where the trace does not look", line, cure)
