@@ -21,6 +21,9 @@ from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import SymPyValueRangeAnalysis, ValueRanges
 
+KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+"""The types of such numbers, with those of Python's that they stand for."""
+
 
 def exp(x: Any) -> Any:
     """As ``math.exp``."""

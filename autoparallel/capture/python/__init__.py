@@ -12,5 +12,4 @@
 - ``globals_read``: finds the globals and closures that functions read, and ``draws`` of generators;
   ``loads`` are what byte code says of a function, ``roots`` the places that it loads from; ``loss_functions`` bring
   more along; ``running_functions`` are behind frames; ``profilers`` are called when functions run.
-- ``kinds_of_numbers``: what a model is told that asks for the type of a size; ``functions_of_numbers`` that are open.
 """

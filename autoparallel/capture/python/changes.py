@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from autoparallel._torch.numbers import KINDS
 from autoparallel.capture.python.containers import leaves_of
-from autoparallel.capture.python.kinds_of_numbers import KINDS
 from autoparallel.capture.python.watched import may_leave
 from autoparallel.graph.carried_attributes import may_be_carried
 from autoparallel.graph.errors import CaptureError, refusal

@@ -25,7 +25,6 @@ from autoparallel.capture.python.changes import StateChangedError, VariablesChan
 from autoparallel.capture.python.closures import partials_of
 from autoparallel.capture.python.containers import is_container, may_change, objects_in
 from autoparallel.capture.python.draws import Draws, drawing_threads
-from autoparallel.capture.python.kinds_of_numbers import is_stand_in
 from autoparallel.capture.python.loads import Loads, loads_of
 from autoparallel.capture.python.modules_apart import (
     attributes_of,
@@ -47,6 +46,7 @@ from autoparallel.graph.python_state import (
     LIBRARIES,
     MISSING,
     OPAQUE,
+    OURS,
     Attributes,
     PythonState,
     is_data,
@@ -259,7 +259,7 @@ class GlobalsRead(Watcher):
             chains |= {(name,) for name, value in table.items() if is_plain(value) and not name.startswith("__")}
         for name, *attributes in sorted(chains):
             value, variable = table.get(name, MISSING), Global(table, name)
-            if self._is_looked_after(variable, name in loads.stored) or value is MISSING or is_stand_in(value):
+            if self._is_looked_after(variable, name in loads.stored) or value is MISSING or _is_stand_in(value):
                 continue
             if isinstance(value, dict | WeakKeyDictionary):
                 ids = {*map(_key_id, value)}
@@ -490,6 +490,14 @@ def _is_executed(code: types.CodeType, table: Mapping[str, Any]) -> bool:
     module = sys.modules.get(str(table.get("__name__")))
     is_users = module is not None and is_users_file(getattr(module, "__file__", None) or "<stdin>")
     return is_users and code.co_filename == "<string>" and not code.co_qualname.startswith("__create_fn__")
+
+
+def _is_stand_in(value: Any) -> bool:
+    """Whether a global of a user's module is there only while a model is traced (see ``tracing.kinds_of_numbers``)."""
+    if isinstance(value, type):
+        return value.__module__.startswith("autoparallel.capture.")
+    code = getattr(value, "__code__", None)
+    return isinstance(code, types.CodeType) and code.co_filename.startswith(OURS)
 
 
 def _is_of_trace(value: Any) -> bool:

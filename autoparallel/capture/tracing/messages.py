@@ -21,7 +21,6 @@ from functools import partial
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
-from autoparallel.capture.python.kinds_of_numbers import STAND_INS
 from autoparallel.capture.tracing.errors import (
     CONTEXT_MANAGER,
     catching,
@@ -31,6 +30,7 @@ from autoparallel.capture.tracing.errors import (
     path_of,
     value_of,
 )
+from autoparallel.capture.tracing.kinds_of_numbers import STAND_INS
 from autoparallel.capture.tracing.sources import place_of, source_of
 
 OF_OBJECTS = ("__repr__", "__str__", "__format__")

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from autoparallel import _torch
-from autoparallel.capture.python import kinds_of_numbers
 from autoparallel.capture.tracing.trace import Trace, listening, refuse
 from autoparallel.graph.arrays import array_of
 from autoparallel.graph.errors import note_raised
@@ -92,32 +91,6 @@ def _require_another(compares: Callable[[Any, Any], Any], sign: str) -> Callable
 
 def _is_same(x: torch.SymFloat, other: Any) -> bool:
     return other is x or isinstance(other, torch.SymFloat) and bool(other.node.expr == x.node.expr)
-
-
-_CONVERT = kinds_of_numbers.convert
-
-
-def _convert(value: Any, kind: type) -> Any:
-    """An open number as one of another kind.  A whole number of a float is fixed where the trace fixes such numbers,
-    and read where values tell which it is."""
-    trace = listening()
-    if trace is None or kind is not int or not isinstance(value, torch.SymFloat):
-        return _CONVERT(value, kind)
-    if _torch.export.is_read(value, trace.numbers):
-        return int(value)
-    trace.has_open_whole = not trace.fixes_whole
-    return int(value) if trace.fixes_whole else _CONVERT(value, kind)
-
-
-def _choose(of_two: Callable[..., Any], x: Any, y: Any) -> Any:
-    """The larger or the smaller one of two numbers, as Python chooses it: the second one where it is, which NaN is not.
-    What torch chooses does not tell which one came first."""
-    trace = listening()
-    if trace is None or not any(_torch.export.is_read(number, trace.numbers) for number in (x, y)):
-        return of_two(x, y)
-    first, second = (torch.scalar_tensor(number, dtype=torch.float64) for number in (x, y))
-    is_second = second > first if of_two is torch.sym_max else second < first
-    return torch.ops.aten.item.default(torch.where(is_second, second, first))
 
 
 def _choose_tensor(original: Any, *values: Any, real_callable: Any, tensor_callable: Any, **options: Any) -> Any:
@@ -210,11 +183,9 @@ NAMES: tuple[tuple[Any, str, Any], ...] = (
         (torch.SymFloat, name, _require_another(vars(torch.SymFloat)[name], sign))
         for name, sign in (("__ne__", "!="), ("__eq__", "=="), ("__le__", "<="), ("__ge__", ">="))
     ),
-    (kinds_of_numbers, "choose", _choose),
-    (kinds_of_numbers, "convert", _convert),
     *(
         (kind, f"__{name}__", _computes(kind, name))
-        for kind in (torch.SymBool, torch.SymInt, torch.SymFloat)
+        for kind in _torch.numbers.KINDS
         for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv")
     ),
     (torch.SymBool, "__eq__", _equals(torch.SymBool.__eq__, holds=True)),

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from autoparallel import _torch
-from autoparallel.capture.python.functions_of_numbers import NAMES as OF_NUMBERS
-from autoparallel.capture.python.functions_of_numbers import OF_MATH, OF_NUMPY
-from autoparallel.capture.python.kinds_of_numbers import names_in_modules
 from autoparallel.capture.tracing.backward_hooks import backward_hook
 from autoparallel.capture.tracing.checks import NAMES as ASKED
 from autoparallel.capture.tracing.drawn_numbers import DRAWS
 from autoparallel.capture.tracing.functions import function_apply, function_under_vmap
+from autoparallel.capture.tracing.functions_of_numbers import NAMES as OF_NUMBERS
+from autoparallel.capture.tracing.functions_of_numbers import OF_MATH, OF_NUMPY
+from autoparallel.capture.tracing.kinds_of_numbers import names_in_modules
 from autoparallel.capture.tracing.numbers_read import NAMES as NUMBERS_READ
 from autoparallel.capture.tracing.numbers_read import names_of_export
 from autoparallel.capture.tracing.open_numbers import NAMES as OPEN_NUMBERS

@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from autoparallel import _torch
-from autoparallel.capture.python.kinds_of_numbers import KINDS
 from autoparallel.capture.tracing.messages import OF_OBJECTS, is_message
 from autoparallel.capture.tracing.trace import listening
 from autoparallel.graph.errors import refusal
@@ -93,7 +92,7 @@ NAMES: tuple[tuple[Any, str, Any], ...] = (
     (Tensor, "__format__", _text_of_tensor(_FORMAT)),
     *[
         (cls, name, _text_of_number(getattr(cls, name), number))
-        for cls, number in KINDS.items()
+        for cls, number in _torch.numbers.KINDS.items()
         for name in ("__repr__", "__format__")
     ],
 )

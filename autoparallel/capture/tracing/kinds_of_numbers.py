@@ -8,16 +8,15 @@ import functools
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from autoparallel import _torch
-from autoparallel.graph.python_state import OURS, is_installed, is_library
-
-KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-"""The types of open numbers, with those of Python's that they stand for."""
+from autoparallel._torch.numbers import KINDS
+from autoparallel.capture.tracing.trace import listening
+from autoparallel.graph.python_state import is_installed, is_library
 
 
 def _is_instance(value: Any, kinds: Any, /) -> bool:
@@ -52,7 +51,7 @@ class _Converting(type):
         value = args[0]
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = _value_of(value, base)
-        return convert(value, base) if isinstance(value, torch.SymInt | torch.SymFloat) else base(value)
+        return _convert(value, base) if isinstance(value, torch.SymInt | torch.SymFloat) else base(value)
 
     def __eq__(cls, other: object) -> bool:
         return other is cls or other is cls.__mro__[1]
@@ -78,8 +77,16 @@ class _Int(int, metaclass=_Converting):
 _CONVERTERS: Mapping[str, type] = {"float": _Float, "int": _Int}
 
 
-def convert(value: Any, kind: type) -> Any:
-    """An open number as one of another kind, where no trace says otherwise (see ``tracing.numbers_read``)."""
+def _convert(value: Any, kind: type) -> Any:
+    """An open number as one of another kind.  A whole number of a float is fixed where the trace fixes such numbers,
+    and read where values tell which it is."""
+    trace = listening()
+    if trace is not None and kind is int and isinstance(value, torch.SymFloat):
+        if _torch.export.is_read(value, trace.numbers):
+            return int(value)
+        trace.has_open_whole = not trace.fixes_whole
+        if trace.fixes_whole:
+            return int(value)
     return torch.sym_int(value) if kind is int else torch.sym_float(value)
 
 
@@ -106,9 +113,15 @@ def _min(*values: Any, **options: Any) -> Any:
     return _reduce(torch.sym_min, min, values, options)
 
 
-def choose(of_two: Any, x: Any, y: Any) -> Any:
-    """The larger or the smaller one of two numbers, where no trace says otherwise (see ``tracing.numbers_read``)."""
-    return of_two(x, y)
+def _choose(of_two: Any, x: Any, y: Any) -> Any:
+    """The larger or the smaller one of two numbers, as Python chooses it: the second one where it is, which NaN is not.
+    What torch chooses does not tell which one came first."""
+    trace = listening()
+    if trace is None or not any(_torch.export.is_read(number, trace.numbers) for number in (x, y)):
+        return of_two(x, y)
+    first, second = (torch.scalar_tensor(number, dtype=torch.float64) for number in (x, y))
+    is_second = second > first if of_two is torch.sym_max else second < first
+    return torch.ops.aten.item.default(torch.where(is_second, second, first))
 
 
 def _reduce(of_two: Any, original: Any, values: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
@@ -116,7 +129,7 @@ def _reduce(of_two: Any, original: Any, values: tuple[Any, ...], options: Mappin
         values = ([*values[0]],)
     numbers = values[0] if len(values) == 1 and isinstance(values[0], list) else values
     if options.keys() <= {"default"} and _are_open(numbers):
-        return functools.reduce(lambda x, y: choose(of_two, x, y), numbers)
+        return functools.reduce(lambda x, y: _choose(of_two, x, y), numbers)
     return original(*values, **options)
 
 
@@ -137,16 +150,6 @@ STAND_INS: Mapping[str, Any] = {
     "isinstance": _is_instance, "type": _Type, "divmod": _divmod, "max": _max, "min": _min, "len": _len,
 }  # fmt: skip
 """What stands for functions of Python in modules of the user's while models are traced."""
-
-
-def is_stand_in(value: Any) -> bool:
-    """Whether a global of a user's module is there only while a model is traced."""
-    code = getattr(value, "__code__", None)
-    return (
-        any(value is x for x in (_Type, *_CONVERTERS.values()))
-        or isinstance(code, CodeType)
-        and code.co_filename.startswith(OURS)
-    )
 
 
 def names_in_modules(functions: Sequence[tuple[Any, Any]]) -> Iterator[tuple[ModuleType, str, Any]]:
