@@ -24,6 +24,9 @@ from torch.utils._sympy.value_ranges import SymPyValueRangeAnalysis, ValueRanges
 KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 """The types of such numbers, with those of Python's that they stand for."""
 
+OPEN = tuple(KINDS)
+"""The types alone."""
+
 
 def exp(x: Any) -> Any:
     """As ``math.exp``."""

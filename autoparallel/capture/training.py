@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel._torch.export import is_fake
+from autoparallel._torch.numbers import OPEN
 from autoparallel.capture.caches import CURE, asks_for_cache, without_caches
 from autoparallel.capture.fake_inputs import FakeInputs
 from autoparallel.capture.python.changes import StateChangedError
@@ -284,7 +285,7 @@ def _trained_apart(results: Iterable[Any]) -> list[torch.Tensor]:
 def _require_leaves(values: Sequence[Any]) -> None:
     """Raises where outputs do not nest in a way that is known."""
     for value in values:
-        if not is_plain(value) and not isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+        if not is_plain(value) and not isinstance(value, (torch.Tensor, *OPEN)):
             is_cache = type(value).__module__.partition(".")[0] == "transformers"
             raise CaptureError(
                 f"the model returns a {type(value).__name__}, in which nobody can look for tensors\nWhat to change: "

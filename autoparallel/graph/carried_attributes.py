@@ -18,6 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel._torch.numbers import OPEN
 from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.graph.changed_arguments import ENTRIES
 from autoparallel.graph.errors import ReadAgainError
@@ -82,11 +83,7 @@ def may_be_carried(value: Any) -> bool:
     a tensor without gradient."""
     if isinstance(value, torch.Tensor):
         return not value.requires_grad
-    return (
-        isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
-        or is_plain(value)
-        and not (type(value) is int and abs(value) >= _LARGEST)
-    )
+    return isinstance(value, OPEN) or is_plain(value) and not (type(value) is int and abs(value) >= _LARGEST)
 
 
 def as_argument(attributes: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoparallel._torch.numbers import OPEN
 from autoparallel.graph.caches import is_of_caches
 from autoparallel.graph.python_state import is_plain
 
@@ -53,9 +54,6 @@ _BASES = (object, dict, OrderedDict, SimpleNamespace)
 
 _IS_HEAP_TYPE = 1 << 9
 """The flag of classes that Python code has defined (``Py_TPFLAGS_HEAPTYPE``)."""
-
-_OPEN = (torch.SymInt, torch.SymFloat, torch.SymBool)
-"""The numbers of a trace."""
 
 _LINK = object()
 """Stands for a weak reference to a record that is still to be made."""
@@ -133,12 +131,12 @@ def is_record(value: Any) -> bool:
 
 
 def _may_be_given(leaf: Any) -> bool:
-    return isinstance(leaf, (torch.Tensor, *_OPEN)) or is_plain(leaf)
+    return isinstance(leaf, (torch.Tensor, *OPEN)) or is_plain(leaf)
 
 
 def _may_hold(value: Any) -> bool:
     """Whether an object has attributes or entries, and can be made without its ``__init__``."""
-    if is_plain(value) or is_of_caches(value) or isinstance(value, _OPEN):  # a member of an enum is itself alone
+    if is_plain(value) or is_of_caches(value) or isinstance(value, OPEN):  # a member of an enum is itself alone
         return False
     if _is_slotted(value):
         return True

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import has_side_effect
 from autoparallel._torch.nn import backward_hook_of
+from autoparallel._torch.numbers import OPEN
 from autoparallel.comm.current import Current
 
 CONSTANTS = (
@@ -64,7 +65,7 @@ class Arguments:
         if isinstance(value, Tensor):
             self.tensors.append(value)
             return Slot("tensor", len(self.tensors) - 1)
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        if isinstance(value, OPEN):
             self.numbers.append(value)
             return Slot("number", len(self.numbers) - 1)
         if isinstance(value, np.generic):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributions.utils import lazy_property
 
+from autoparallel._torch.numbers import OPEN
 from autoparallel.capture.python.containers import leaves_of
 from autoparallel.graph.arrays import Array
 from autoparallel.graph.labels import label_in
@@ -193,7 +194,7 @@ def is_bookkeeping(module: Any) -> bool:
 
 def may_leave(leaf: Any) -> bool:
     """Whether a value can leave the program in an attribute."""
-    return isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | Array) or is_plain(leaf)
+    return isinstance(leaf, (torch.Tensor, Array, *OPEN)) or is_plain(leaf)
 
 
 def _exchanged_names(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel._torch.dtensor import local_of
 from autoparallel._torch.export import free_unbacked_symbols
+from autoparallel._torch.numbers import OPEN
 from autoparallel._torch.tensors import memory_span, share_storage
 from autoparallel.capture.refusals.data_access import refused_memory
 from autoparallel.graph.captured import Captured
@@ -38,7 +39,7 @@ def require_static(graph: fx.Graph, numbers: Collection[str]) -> list[str]:
     allowed: set[Any] = set()
     for node in graph.nodes:
         value = node.meta.get("val")
-        if isinstance(value, _READ) and any(map(is_tensor, node.all_input_nodes)):
+        if isinstance(value, OPEN) and any(map(is_tensor, node.all_input_nodes)):
             if [x.name in numbers for x in node.all_input_nodes] == [True]:
                 allowed |= free_unbacked_symbols(value)
             elif _is_only_checked(node):
@@ -81,7 +82,6 @@ _SIZED_BY = {
     torch.ops.aten.one_hot.default: (1, "num_classes", -1),
     torch.ops.aten.repeat_interleave.Tensor: (1, "output_size", None),
 }
-_READ = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _CHECKS = (torch.ops.aten._assert_scalar.default,)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from autoparallel import _torch
+from autoparallel._torch.numbers import OPEN
 from autoparallel.graph.layers import layer_of
 from autoparallel.operators import control_flow, flex, opaque, selective_checkpoint
 from autoparallel.passes import split_weight_gradients
@@ -129,9 +130,7 @@ def _mark_shaped_by_functions(graph: fx.Graph) -> None:
 
 def _is_size(node: fx.Node) -> bool:
     """Whether a call gives a number."""
-    return node.op == "call_function" and isinstance(
-        node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool
-    )
+    return node.op == "call_function" and isinstance(node.meta.get("val"), (int, float, *OPEN))
 
 
 def _computes(node: fx.Node) -> bool:
