@@ -11,20 +11,14 @@ import sympy
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import (
-    ConstantArgument,
-    InputKind,
-    OutputKind,
-    SymBoolArgument,
-    SymFloatArgument,
-    SymIntArgument,
-)
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import graph_module, is_fake, is_read, size_guards
 from autoparallel.capture.copies import Copies
 from autoparallel.capture.functional.outputs import Objective, find_objective, set_apart
 from autoparallel.capture.functional.passes import describing_passes
+from autoparallel.capture.functional.returned_numbers import type_of
 from autoparallel.capture.functional.ways import Way
 from autoparallel.capture.python.changes import IN_THE_MODEL
 from autoparallel.capture.refusals.refusals import (
@@ -230,9 +224,6 @@ def _read_memory(
     return memory
 
 
-_KINDS: dict[type, type] = {SymIntArgument: int, SymFloatArgument: float, SymBoolArgument: bool}
-
-
 def _read_outputs(
     program: ExportedProgram,
     graph: fx.Graph,
@@ -263,7 +254,7 @@ def _read_outputs(
         elif out.kind == OutputKind.USER_OUTPUT:
             if isinstance(out.arg, ConstantArgument):
                 outputs.append(Constant(out.arg.value))
-            elif (kind := _KINDS.get(type(out.arg))) is not None and not is_tensor(node):
+            elif (kind := type_of(out, node)) is not None and not is_tensor(node):
                 size = node.meta["val"]
                 outputs.append(Constant(size) if isinstance(size, kind) else Size(size.node.expr, kind))
             else:

@@ -93,16 +93,13 @@ def make_tensors_of_counts(program: ExportedProgram, numbers: Collection[sympy.S
     Args:
         numbers: the symbols of those that a call is given.
     """
-    output = program.graph.output_node()
-    values: list[Any] = list(output.args[0])
-    for place, (spec, value) in enumerate(zip(program.graph_signature.output_specs, values, strict=True)):
+    values: Any = program.graph.output_node().args[0]
+    for spec, value in zip(program.graph_signature.output_specs, values, strict=True):
         kind = type_of(spec, value)
         if kind and isinstance(value, fx.Node) and _shown(value) is not None and is_read(value.meta["val"], numbers):
-            emit = Emitter(value.next)
-            values[place] = emit(torch.ops.aten.full.default, [], value, dtype=_DTYPES[kind])
-            values[place].meta |= marks_of(value)
-            spec.arg = _ARGUMENTS[kind](values[place].name)
-    output.args = (tuple(values),)
+            tensor = Emitter(value.next)(torch.ops.aten.full.default, [], value, dtype=_DTYPES[kind])
+            tensor.meta |= marks_of(value)
+            _return(program, spec, tensor, kind)
 
 
 def _insert_number(program: ExportedProgram, number: Any, dtype: torch.dtype) -> fx.Node:
