@@ -10,6 +10,7 @@ import torch
 
 from autoparallel._torch.numbers import KINDS
 from autoparallel.capture.python.containers import leaves_of
+from autoparallel.capture.python.given_entries import MOST_ENTRIES
 from autoparallel.capture.python.watched import may_leave
 from autoparallel.graph.carried_attributes import may_be_carried
 from autoparallel.graph.errors import CaptureError, refusal
@@ -149,7 +150,7 @@ def is_first_value(before: Any, now: Any) -> bool:
 def entries_set(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> dict[Any, Any] | None:
     """What a call has set in a dict, as in a cache for each device: few new entries, and tensors in the place of
     others; None where it has done anything else."""
-    if list(now)[: len(before)] != list(before) or len(now) > max(_MOST_ENTRIES, len(before)):
+    if list(now)[: len(before)] != list(before) or len(now) > max(MOST_ENTRIES, len(before)):
         return None
     entries = {key: x for key, x in now.items() if key not in before or not is_same(before[key], x)}
     may_be_set = all(has_place(key) and _may_be_set(before.get(key, MISSING), x) for key, x in entries.items())
@@ -160,10 +161,6 @@ def _may_be_set(before: Any, now: Any) -> bool:
     if isinstance(before, torch.Tensor):  # its values are read when the program runs
         return isinstance(now, torch.Tensor) and not now.requires_grad
     return before is MISSING and is_first_value(before, now)
-
-
-_MOST_ENTRIES = 8
-"""Each new one is another kind of call."""
 
 
 def advice_on(before: Any, value: Any) -> str:

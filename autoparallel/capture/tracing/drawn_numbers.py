@@ -231,7 +231,7 @@ def _unless_drawn(source: str, set_state: Callable[..., None]) -> Callable[..., 
 
 
 _RANDINT, _CHOICE = np.random.randint, np.random.choice
-_STAND_INS = [
+DRAWS: tuple[tuple[Any, str, Any, Any], ...] = (
     *(
         (owner, name, getattr(owner, name), _stand_in(source, getattr(owner, name), ends))
         for owner, name, source, ends in _FUNCTIONS
@@ -241,6 +241,5 @@ _STAND_INS = [
     (np.random, "choice", _CHOICE, _choice),
     (random, "setstate", random.setstate, _unless_drawn(RANDOM, random.setstate)),
     (np.random, "set_state", np.random.set_state, _unless_drawn(NUMPY, np.random.set_state)),
-]
-DRAWS: tuple[tuple[Any, str, Any, Any], ...] = tuple(_STAND_INS)
+)
 """Functions that draw, where they stand and by their names, with what stands for them while a model is traced."""
