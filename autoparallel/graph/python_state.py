@@ -443,6 +443,11 @@ def is_users_file(filename: str) -> bool:
     return not is_library(filename) and not is_installed(filename)
 
 
+def is_tracers_file(filename: str) -> bool:
+    """Whether a file of Python is torch's or ours, which trace models and know what stands for values."""
+    return filename.startswith((_torch.export.FOLDER, OURS))
+
+
 OURS = __file__.rpartition("/graph/")[0] + "/"
 """Where our own Python lies."""
 

@@ -8,10 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from autoparallel import _torch
-from autoparallel.graph.python_state import LIBRARIES, OURS, is_library
-
-_OF_TRACING = _torch.export.FOLDER, OURS
+from autoparallel.graph.python_state import LIBRARIES, is_library, is_tracers_file
 
 
 class Observer(Protocol):
@@ -131,7 +128,7 @@ def _observed_class(cls: type) -> type:
 def _asks_for_model(subject: Any, filename: str) -> bool:
     """Whether code in a file asks for a ``__dict__`` as a model's does, also by Python's own: ``"a" in namespace``,
     ``copy.copy(config)``."""
-    return not is_library(filename) or not isinstance(subject, nn.Module) and not filename.startswith(_OF_TRACING)
+    return not is_library(filename) or not isinstance(subject, nn.Module) and not is_tracers_file(filename)
 
 
 def _observed_metaclass(metaclass: type) -> Any:

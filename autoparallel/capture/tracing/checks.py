@@ -28,7 +28,7 @@ from autoparallel.capture.tracing.errors import is_caught
 from autoparallel.capture.tracing.trace import Trace, listening
 from autoparallel.graph.input_values import mapped
 from autoparallel.graph.lines import line_of_frame
-from autoparallel.graph.python_state import OURS
+from autoparallel.graph.python_state import OURS, is_tracers_file
 
 _LISTENING = f"{OURS}capture/tracing/"
 """Where Python stands between a model's and torch's."""
@@ -129,8 +129,7 @@ def _sym_bool(self: torch.SymBool) -> bool:
     if trace is not None and unasked:
         frame = sys._getframe(1)
         frame = frame.f_back or frame if frame.f_code is _OF_SIZES else frame
-        of_torch = frame.f_code.co_filename.startswith((OURS, _torch.export.FOLDER))
-        if not of_torch or frame.f_code is _torch.nn.REQUIRES_ROWS:
+        if not is_tracers_file(frame.f_code.co_filename) or frame.f_code is _torch.nn.REQUIRES_ROWS:
             _torch.export.note_of_one(self, answer)
     return answer
 

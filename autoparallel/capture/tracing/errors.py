@@ -11,7 +11,7 @@ from typing import Any
 
 from autoparallel import _torch
 from autoparallel.capture.tracing.sources import parse, path_to, place_in, place_of, source_of
-from autoparallel.graph.python_state import OURS
+from autoparallel.graph.python_state import OURS, is_tracers_file
 
 _OUTERMOST = f"{OURS}capture/training.py"
 """Where the call of the model begins."""
@@ -28,7 +28,7 @@ _ASKED_BY_PYTHON = ("__next__", "__getitem__", "__getattr__")
 def frames_of_model(frame: FrameType | None) -> Iterator[FrameType]:
     """A frame and those around it, up to the call of the model; without those of torch's own Python, and ours."""
     while frame is not None and (name := frame.f_code.co_filename) != _OUTERMOST:
-        if not name.startswith((OURS, _torch.export.FOLDER)) or name.startswith(_CHECKS_OF_TORCH):
+        if not is_tracers_file(name) or name.startswith(_CHECKS_OF_TORCH):
             yield frame
         frame = frame.f_back
 

@@ -39,7 +39,7 @@ from autoparallel.capture.tracing.transforms import NAMES as TRANSFORMS
 from autoparallel.capture.tracing.values_read import NAMES as VALUES_READ
 from autoparallel.graph.errors import RAISED, note_raised
 from autoparallel.graph.lines import line_of_frame
-from autoparallel.graph.python_state import MISSING, OURS, is_installed, is_library
+from autoparallel.graph.python_state import MISSING, is_installed, is_library, is_tracers_file
 
 
 def _enter_inference_mode(self: torch.inference_mode) -> None:
@@ -103,7 +103,7 @@ def _convert(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def method(self: _torch.export.SymNode, *place: Any) -> Any:
         frame, trace = sys._getframe(2), listening()  # what asks is int(n) in between
-        by_model = not frame.f_code.co_filename.startswith((OURS, _torch.export.FOLDER))
+        by_model = not is_tracers_file(frame.f_code.co_filename)
         if by_model and trace is not None and original is _GUARD_FLOAT and self.expr.free_symbols:
             trace.fixed.setdefault(-len(trace.fixed), line_of_frame(frame))
         if trace is not None and original is _INT and (whole := trace.cut(self)) is not None:

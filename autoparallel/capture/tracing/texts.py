@@ -19,7 +19,7 @@ from autoparallel.capture.tracing.messages import OF_OBJECTS, is_message
 from autoparallel.capture.tracing.trace import listening
 from autoparallel.graph.errors import refusal
 from autoparallel.graph.lines import line_of_frame
-from autoparallel.graph.python_state import OURS
+from autoparallel.graph.python_state import is_tracers_file
 
 _MADE_FOR = (*OF_OBJECTS, "__torch_function__", "handle_torch_function")
 """Functions that make a text for who asks for it."""
@@ -34,7 +34,7 @@ def _text_of_tensor(original: Callable[..., str]) -> Callable[..., str]:
     def method(self: Tensor, *args: Any, **kwargs: Any) -> str:
         trace, frame = listening(), _who_asks()
         is_around = _torch.export.is_real(self)
-        if trace is None or not (is_around or _torch.export.is_fake(self)) or _is_by_torch(frame):
+        if trace is None or not (is_around or _torch.export.is_fake(self)) or is_tracers_file(frame.f_code.co_filename):
             return original(self, *args, **kwargs)
         if is_message(frame):
             return original(self, *args, **kwargs) if is_around else _REPR(self)
@@ -57,7 +57,7 @@ def _text_of_number(original: Callable[..., str], number: Callable[[Any], Any]) 
 
     def method(self: Any, *spec: str) -> str:
         frame = _who_asks()
-        if listening() is None or _is_by_torch(frame):
+        if listening() is None or is_tracers_file(frame.f_code.co_filename):
             return original(self, *spec)
         value = self.node.hint if is_message(frame) else number(self)
         return str(self.node) if value is None else format(value, *spec)  # None: only values tell
@@ -73,11 +73,6 @@ def _who_asks() -> FrameType:
     ):
         frame = frame.f_back
     return frame
-
-
-def _is_by_torch(frame: FrameType) -> bool:
-    """Whether torch's own Python asks, or ours, which are given what stands for a value."""
-    return frame.f_code.co_filename.startswith((OURS, _torch.export.FOLDER))
 
 
 INSTEAD_OF_TEXT = (
