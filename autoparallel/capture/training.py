@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -81,46 +80,33 @@ class Findings:
 
 
 class _Exchange(TorchFunctionMode):
-    """Inside, operators that are given one tensor are given another.
+    """Inside, operators that are given one tensor are given another, and none is given a buffer that is not dense.
 
     Export puts tensors of its own in the place of parameters and buffers where they are registered, but not where the
     model holds them otherwise, too, as in a tuple; its lists and dicts get them (``entries_exchanged``).
 
     Args:
         exchanged: what is given instead, by the id of what stood there before.
+        sparse: what stands for buffers that are not dense in a trace, by name: there it is.
     """
 
-    def __init__(self, exchanged: dict[int, torch.Tensor]) -> None:
+    def __init__(self, exchanged: dict[int, torch.Tensor], sparse: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.exchanged = exchanged
+        self._sparse = {id(buffer): name for name, buffer in sparse.items()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, torch.Tensor)]
         if any(id(x) in self.exchanged for x in tensors):  # Dynamo of torch 2.11 knows no id() of numbers
             args, kwargs = pytree.tree_map(self.current, (args, kwargs))
+        for x in map(self.current, tensors) if self._sparse else ():
+            if id(x) in self._sparse:
+                raise refused_sparse(self._sparse[id(x)], line_of_frame(sys._getframe(1)))
         return func(*args, **kwargs)
 
     def current(self, value: Any) -> Any:
         return self.exchanged.get(id(value), value) if isinstance(value, torch.Tensor) else value
-
-
-class _Unread(TorchFunctionMode):
-    """Inside, no function is given a buffer that is not dense: what stands for one in a trace is.
-
-    Args:
-        buffers: what stands for such buffers, by name.
-    """
-
-    def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self._names = {id(buffer): name for name, buffer in buffers.items()}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for name in filter(None, (self._names.get(id(x)) for x in pytree.arg_tree_leaves(*args, **kwargs))):
-            raise refused_sparse(name, line_of_frame(sys._getframe(1)))
-        return func(*args, **kwargs)
 
 
 class Training(nn.Module):
@@ -184,12 +170,11 @@ class Training(nn.Module):
             trace.ahead = beside.draws
             with trace.silent():
                 attributes |= {label: int(attributes[label]) for label in self.fixed_numbers}
-        exchange = _Exchange({id(before[name]): x for name, x in now.items() if before.get(name, x) is not x})
-        sparse = {name: x for name, x in now.items() if name in self.findings.sparse}
-        unread = _Unread(sparse) if sparse else nullcontext()
-        with entries_exchanged(self.recorder.containers.held, exchange.exchanged), self.recorder.carrying(attributes):
+        exchanged = {id(before[name]): x for name, x in now.items() if before.get(name, x) is not x}
+        exchange = _Exchange(exchanged, {name: x for name, x in now.items() if name in self.findings.sparse})
+        with entries_exchanged(self.recorder.containers.held, exchanged), self.recorder.carrying(attributes):
             memory = DataAccess([*now.values(), *inputs])
-            with self.recorder, memory, OpenPlaces(now.values()) as places, unread, exchange:
+            with self.recorder, memory, OpenPlaces(now.values()) as places, exchange:
                 outputs = self._outputs(args, kwargs, beside.method)
                 outputs = without_journals(outputs) if self.recorder.containers.has_journals else outputs
                 leaves, self.findings.spec = flatten_results(outputs)
