@@ -12,7 +12,6 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
-from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import graph_module, is_fake, is_read, size_guards
 from autoparallel.capture.copies import Copies
@@ -89,7 +88,7 @@ def describe(
     differentiable |= {node.name for node, spec in tensors if spec.requires_grad}
     assert trace_findings.spec is not None
     memory = _read_memory(trace_findings, mutated, outputs, owners)
-    attributes, outputs = _take_attributes(trace_findings, outputs)
+    attributes, outputs = trace_findings.take_attributes(outputs)
     passes = describing_passes(
         parameters=parameters,
         differentiable=differentiable,
@@ -197,18 +196,6 @@ def _require_sizes(outputs: Sequence[Leaf], symbols: Mapping[sympy.Symbol, str])
     for number in numbers:
         if is_read(number.expression.xreplace(dict.fromkeys(symbols, 1))):
             raise CaptureError(f"a number that is passed in leaves the model as another {number.kind.__name__}")
-
-
-def _take_attributes(
-    trace_findings: Findings, outputs: Sequence[Leaf]
-) -> tuple[dict[str, tuple[pytree.TreeSpec, list[Leaf]]], list[Leaf]]:
-    """The values of attributes that a call sets, which stand behind its outputs, and the outputs alone."""
-    attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = {}
-    end = len(outputs)
-    for name, nesting in reversed(trace_findings.attributes.items()):
-        begin = end - nesting.num_leaves
-        attributes[name], end = (nesting, list(outputs[begin:end])), begin
-    return attributes, list(outputs[:end])
 
 
 def _read_memory(

@@ -62,14 +62,9 @@ def read_of_next(
 def _parts(copy: Training, leaves: list[Any]) -> dict[str, Any]:
     """What a copy gives, and how it nests; of attributes by their labels."""
     findings = copy.findings
-    place = len(leaves) - sum(spec.num_leaves for spec in findings.attributes.values())
-    parts: dict[str, Any] = {
-        "": (leaves[:place], str(findings.spec), findings.counted, sorted(copy.recorder.buffers.rebound))
-    }
-    for name, spec in findings.attributes.items():
-        parts[name] = leaves[place : place + spec.num_leaves], str(spec)
-        place += spec.num_leaves
-    return parts
+    attributes, outputs = findings.take_attributes(leaves)
+    whole = outputs, str(findings.spec), findings.counted, sorted(copy.recorder.buffers.rebound)
+    return {"": whole} | {name: (values, str(spec)) for name, (spec, values) in attributes.items()}
 
 
 def state_of_next(state: PythonState, of_next: PythonState, written: Mapping[str, Written]) -> PythonState | None:

@@ -78,6 +78,15 @@ class Findings:
     constants: Sequence[tuple[torch.Tensor, Held]] = ()
     memory: dict[int | str, SharedMemory] = field(default_factory=dict)
 
+    def take_attributes(self, leaves: Sequence[Any]) -> tuple[dict[str, tuple[pytree.TreeSpec, list[Any]]], list[Any]]:
+        """The values of attributes that the call sets, which stand behind its outputs, and the outputs alone."""
+        attributes: dict[str, tuple[pytree.TreeSpec, list[Any]]] = {}
+        end = len(leaves)
+        for name, nesting in reversed(self.attributes.items()):
+            begin = end - nesting.num_leaves
+            attributes[name], end = (nesting, list(leaves[begin:end])), begin
+        return attributes, list(leaves[:end])
+
 
 class _Exchange(TorchFunctionMode):
     """Inside, operators that are given one tensor are given another, and none is given a buffer that is not dense.
