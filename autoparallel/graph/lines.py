@@ -11,9 +11,7 @@ from typing import Any
 from torch import fx
 
 from autoparallel.graph.garbage import collected_rarely
-from autoparallel.graph.python_state import OURS, is_library
-
-_OURS = f'File "{OURS}'
+from autoparallel.graph.python_state import is_library, is_tracers_file
 
 
 def line_of(node: fx.Node) -> str:
@@ -35,13 +33,10 @@ _MARKS = ("module", "layer", "nn_module_stack", "stack_trace", "torch_fn")
 
 def noted_line(node: fx.Node) -> str:
     """The line of the model that a node is of, as the trace noted it; empty where it noted none."""
-    lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
-    files = [
-        i
-        for i, line in enumerate(lines)
-        if line.lstrip().startswith('File "/') and "/torch/" not in line and not line.lstrip().startswith(_OURS)
-    ]
-    return ": ".join(line.strip().removeprefix("File ") for line in lines[files[-1] : files[-1] + 2]) if files else ""
+    lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").strip().splitlines()]
+    files = [(i, line.split('"')[1]) for i, line in enumerate(lines) if line.startswith('File "/')]
+    places = [i for i, file in files if not is_tracers_file(file)]
+    return ": ".join(line.removeprefix("File ") for line in lines[places[-1] : places[-1] + 2]) if places else ""
 
 
 def node_of_error(error: BaseException) -> fx.Node | None:

@@ -14,13 +14,12 @@ from torch import nn
 
 from autoparallel.capture.refusals.data_access import KERNEL_CURE
 from autoparallel.capture.refusals.refusals import INSTEAD_OF_WAYS, KEEP_ALL_ROWS
-from autoparallel.graph.python_state import OURS, is_generated
+from autoparallel.graph.python_state import is_generated, is_tracers_file
 
 
 def _own_frames(frames: Collection[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
     """Those of an error's frames that are neither torch's nor ours: the model's and its libraries'."""
-    files = ((f, f.filename) for f in frames)
-    return [f for f, name in files if not ("/torch/" in name or name.startswith(OURS) or is_generated(name))]
+    return [f for f in frames if not (is_tracers_file(f.filename) or is_generated(f.filename))]
 
 
 def place_of(error: BaseException) -> object:

@@ -16,7 +16,6 @@ import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.lines import line_in, noted_line
+from autoparallel.graph.python_state import is_tracers_file
 from autoparallel.operators import RandomState, plain_randomness
 from autoparallel.rules import rule_for
 from autoparallel.tools.parity.comparison import difference, distance
@@ -35,8 +35,6 @@ from autoparallel.tools.parity.recording import Recording, arguments_of, run_rec
 from autoparallel.tools.parity.report import Deviation
 from autoparallel.tools.parity.task import Batch, Task
 from autoparallel.tools.parity.training import call, loss_of, module_stack, tensors_of
-
-_PACKAGE = str(Path(__file__).parents[2])
 
 
 @dataclass(eq=False)
@@ -121,8 +119,7 @@ def _lines_here() -> tuple[str, ...]:
     lines: list[str] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not call.__code__:
-        file = frame.f_code.co_filename
-        if "/torch/" not in file and not file.startswith(_PACKAGE):
+        if not is_tracers_file(frame.f_code.co_filename):
             lines.append(line_in(frame))
         frame = frame.f_back
     return tuple(lines)
