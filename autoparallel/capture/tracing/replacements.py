@@ -225,7 +225,7 @@ def _answer(ask: Callable[[], bool]) -> bool:
     while frame is not None and frame.f_code.co_name.startswith("is_"):  # such as torch._dynamo's: asks for its caller
         frame = frame.f_back
     trace = listening()
-    if trace is None or frame is None or frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+    if trace is None or frame is None or frame.f_code.co_filename.startswith(_torch.export.FOLDER):
         return ask()
     trace.asked_at = trace.asked_at or line_of_frame(frame)
     return trace.as_compiled
@@ -236,7 +236,7 @@ def _named_buffers(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Those of a module that a model holds under two names once: ``torch.export`` takes them for two that share memory,
     and traces no change of them, such as that of a batch norm."""
-    by_torch = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch"
+    by_torch = sys._getframe(1).f_code.co_filename.startswith(_torch.export.FOLDER)
     if listening() is None or not by_torch or remove_duplicate or not recurse:
         yield from _NAMED_BUFFERS(self, prefix, recurse, remove_duplicate)
         return
