@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autoparallel import _torch
 from autoparallel._torch.export import FOLDER
 from autoparallel.capture.tracing.derivatives import differentiate
-from autoparallel.capture.tracing.trace import Trace, fresh, listening, refuse, register, with_results
+from autoparallel.capture.tracing.trace import Trace, fresh, refuse, register, with_results
 from autoparallel.graph.errors import NeedsGradientError
 from autoparallel.graph.hooks import make_template
 from autoparallel.graph.lines import line_of_frame
@@ -238,6 +238,5 @@ def _gradient_places(values: Sequence[Any]) -> tuple[int, ...]:
     return places if torch.is_grad_enabled() and any(values[i].requires_grad for i in places) else ()
 
 
-def backward_hook(module: nn.Module, hooks: Any, pre_hooks: Any) -> Any:
-    trace = listening()
-    return _torch.nn.BackwardHook(module, hooks, pre_hooks) if trace is None else _ModuleHooks(trace, module)
+def backward_hook(trace: Trace, cls: Any, module: nn.Module, hooks: Any, pre_hooks: Any) -> _ModuleHooks:
+    return _ModuleHooks(trace, module)

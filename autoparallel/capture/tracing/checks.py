@@ -25,7 +25,8 @@ from torch.distributions import Distribution, constraints
 from autoparallel import _torch
 from autoparallel.capture.tracing.drawn_scalars import number_of
 from autoparallel.capture.tracing.errors import is_caught
-from autoparallel.capture.tracing.trace import Trace, listening
+from autoparallel.capture.tracing.stand_ins import replacement
+from autoparallel.capture.tracing.trace import Trace
 from autoparallel.graph.input_values import mapped
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import OURS, is_tracers_file
@@ -101,18 +102,10 @@ def _question(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Te
     return x if is_one and (func in _TRUTH or x.dtype == torch.bool) else None
 
 
-def _bool(self: Tensor) -> bool:
-    """Listens where torch's own Python asks, too (``F.gaussian_nll_loss``), to which no ``TorchFunctionMode`` does."""
-    trace = listening()
-    answer: bool = _BOOL(self) if trace is None else _ask(trace, _BOOL, self)
-    return answer
-
-
-def _contains(self: Tensor, element: Any) -> bool:
+def _contains(trace: Trace, contains: Callable[..., bool], self: Tensor, element: Any) -> bool:
     """Asks whether any element is equal, as ``element in x`` does."""
-    trace = listening()
-    if trace is None or not isinstance(element, Tensor | int | float | complex):
-        return _CONTAINS(self, element)
+    if not isinstance(element, Tensor | int | float | complex):
+        return contains(self, element)
     answer: bool = _ask(trace, _has, torch.eq(self, element).any())
     return answer
 
@@ -121,13 +114,12 @@ def _has(equal: Tensor) -> bool:
     return _BOOL(equal)
 
 
-def _sym_bool(self: torch.SymBool) -> bool:
+def _sym_bool(trace: Trace, ask: Callable[..., bool], self: torch.SymBool) -> bool:
     """The same for a relation of sizes that only values tell: how many rows a mask selects."""
-    trace = listening()
-    unasked = trace is None or not _torch.export.is_unknown(self, trace.numbers)
-    answer: bool = _SYM_BOOL(self) if unasked else _ask(trace, _SYM_BOOL, self)  # type: ignore[arg-type]
-    if trace is not None and unasked:
-        frame = sys._getframe(1)
+    unasked = not _torch.export.is_unknown(self, trace.numbers)
+    answer = ask(self) if unasked else _ask(trace, ask, self)
+    if unasked:
+        frame = sys._getframe(2)
         frame = frame.f_back or frame if frame.f_code is _OF_SIZES else frame
         if not is_tracers_file(frame.f_code.co_filename) or frame.f_code is _torch.nn.REQUIRES_ROWS:
             _torch.export.note_of_one(self, answer)
@@ -135,14 +127,15 @@ def _sym_bool(self: torch.SymBool) -> bool:
 
 
 _EQUAL = (Tensor.equal, torch.equal)
-_BOOL, _SYM_BOOL, _CONTAINS = Tensor.__bool__, torch.SymBool.__bool__, Tensor.__contains__
+_BOOL, _SYM_BOOL = Tensor.__bool__, torch.SymBool.__bool__
 _NONZERO = (Tensor.is_nonzero, torch.is_nonzero)
 _TRUTH = (_BOOL, _has, *_NONZERO)
 _OF_SIZES = torch.SymInt.__bool__.__code__
 NAMES: tuple[tuple[Any, str, Any], ...] = (
-    (Tensor, "__bool__", _bool),
-    (Tensor, "__contains__", _contains),
-    (torch.SymBool, "__bool__", _sym_bool),
+    # Torch's own Python asks, too (F.gaussian_nll_loss), to which no TorchFunctionMode listens.
+    replacement(Tensor, "__bool__", _ask),
+    replacement(Tensor, "__contains__", _contains),
+    replacement(torch.SymBool, "__bool__", _sym_bool),
 )
 CHECKED: dict[Any, Callable[..., Any]] = dict.fromkeys(
     (Tensor.item, *_EQUAL, *_NONZERO, Tensor.allclose, torch.allclose), _ask

@@ -17,12 +17,14 @@ import random
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from autoparallel import _torch
+from autoparallel.capture.tracing.stand_ins import replacement
 from autoparallel.capture.tracing.trace import Trace, listening
 from autoparallel.graph.drawn_numbers import MOST_BELOW, NUMPY, RANDOM, DrawsNumbersError
 from autoparallel.graph.errors import refused_draw
@@ -91,17 +93,14 @@ def require_dropped(trace: Trace) -> None:
             raise depends_on_draws(trace, source)
 
 
-def _stand_in(source: str, original: Callable[..., float], ends: Callable[..., tuple[Any, Any]]) -> Any:
+def _draw_one(source: str, ends: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
     """What stands for a function that draws one number while a model is traced.
 
     Args:
         ends: takes what the function is given; raises TypeError where that asks for something else than one number.
     """
 
-    def draw(*args: Any, **kwargs: Any) -> Any:
-        trace = listening()
-        if trace is None:
-            return original(*args, **kwargs)
+    def draw(trace: Trace, original: Callable[..., float], *args: Any, **kwargs: Any) -> Any:
         try:
             low, high = ends(*args, **kwargs)
         except TypeError:
@@ -182,64 +181,48 @@ _RANDRANGE, _GENERATOR = random.randrange, _Generator()
 _MADE_OF_DRAWS = ("choice", "choices", "randint", "randrange", "sample", "shuffle")
 
 
-def _of_generator(name: str) -> tuple[Any, Any]:
-    """A function of Python's ``random``, and what stands for it."""
-    original, ours = getattr(random, name), getattr(_GENERATOR, name)
-
-    def draw(*args: Any, **kwargs: Any) -> Any:
-        return (original if listening() is None else ours)(*args, **kwargs)
-
-    return original, draw
+def _draw_of_generator(name: str, _: Trace, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for a function of Python's ``random``."""
+    return getattr(_GENERATOR, name)(*args, **kwargs)
 
 
-def _randint(low: Any, high: Any = None, size: Any = None, dtype: Any = int) -> Any:
-    trace = listening()
+def _randint(trace: Trace, original: Any, low: Any, high: Any = None, size: Any = None, dtype: Any = int) -> Any:
     first, count = (0, low) if high is None else (low, high - low)
     plain = size is None and dtype is int and isinstance(count, int) and isinstance(first, int)
-    if trace is None or not plain or not 0 < count <= MOST_BELOW:
-        return _RANDINT(low, high, size, dtype)
+    if not plain or not 0 < count <= MOST_BELOW:
+        return original(low, high, size, dtype)
     return first + _draw_below(trace, NUMPY, count, line_of_frame(sys._getframe(1)))
 
 
-def _choice(a: Any, size: Any = None, replace: bool = True, p: Any = None) -> Any:
-    trace = listening()
+def _choice(trace: Trace, original: Any, a: Any, size: Any = None, replace: bool = True, p: Any = None) -> Any:
     items = np.arange(a) if isinstance(a, int) else np.asarray(a)
-    if trace is None or size is not None or items.ndim != 1 or not 0 < len(items) <= MOST_BELOW:
-        return _CHOICE(a, size, replace, p)
+    if size is not None or items.ndim != 1 or not 0 < len(items) <= MOST_BELOW:
+        return original(a, size, replace, p)
     line = line_of_frame(sys._getframe(1))
     if p is None:
         place = int(_draw_below(trace, NUMPY, len(items), line))
     else:
         if np.shape(p) != items.shape or np.min(p) < 0 or abs(np.sum(p) - 1) > 1e-8:
-            return _CHOICE(a, size, replace, p)
+            return original(a, size, replace, p)
         ends = np.cumsum(np.asarray(p, np.float64))
         share = _draw(trace, NUMPY, 0.0, 1.0, line)
         place = next((i for i, end in enumerate((ends / ends[-1]).tolist()) if share < end), len(items) - 1)
     return int(items[place]) if isinstance(a, int) else items[place]
 
 
-def _unless_drawn(source: str, set_state: Callable[..., None]) -> Callable[..., None]:
-    """What stands for a function that has a generator go on from elsewhere: what was drawn before is not seen there."""
-
-    def function(*args: Any, **kwargs: Any) -> None:
-        trace = listening()
-        if trace is not None and trace.draws.get(source):
-            raise refused_draw(f"{source}, which is set back to a state,", line_of_frame(sys._getframe(1)))
-        set_state(*args, **kwargs)
-
-    return function
+def _set_state(source: str, trace: Trace, set_state: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Has a generator go on from elsewhere, unless it was drawn from before, which is not seen there."""
+    if trace.draws.get(source):
+        raise refused_draw(f"{source}, which is set back to a state,", line_of_frame(sys._getframe(1)))
+    set_state(*args, **kwargs)
 
 
-_RANDINT, _CHOICE = np.random.randint, np.random.choice
-DRAWS: tuple[tuple[Any, str, Any, Any], ...] = (
-    *(
-        (owner, name, getattr(owner, name), _stand_in(source, getattr(owner, name), ends))
-        for owner, name, source, ends in _FUNCTIONS
-    ),
-    *((random, name, *_of_generator(name)) for name in _MADE_OF_DRAWS),
-    (np.random, "randint", _RANDINT, _randint),
-    (np.random, "choice", _CHOICE, _choice),
-    (random, "setstate", random.setstate, _unless_drawn(RANDOM, random.setstate)),
-    (np.random, "set_state", np.random.set_state, _unless_drawn(NUMPY, np.random.set_state)),
+DRAWS: tuple[tuple[Any, str, Any], ...] = (
+    *(replacement(owner, name, _draw_one(source, ends)) for owner, name, source, ends in _FUNCTIONS),
+    *(replacement(random, name, partial(_draw_of_generator, name)) for name in _MADE_OF_DRAWS),
+    replacement(np.random, "randint", _randint),
+    replacement(np.random, "choice", _choice),
+    replacement(random, "setstate", partial(_set_state, RANDOM)),
+    replacement(np.random, "set_state", partial(_set_state, NUMPY)),
 )
 """Functions that draw, where they stand and by their names, with what stands for them while a model is traced."""

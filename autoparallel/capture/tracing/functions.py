@@ -207,10 +207,8 @@ def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return _apply_function(trace, cls, args, kwargs)
 
 
-def function_under_vmap(cls: Any, *args: Any, **kwargs: Any) -> Any:
+def function_under_vmap(_: Trace, call: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands for what torch calls of a Function inside of a transform, as no graph has what runs there."""
-    if listening() is None:
-        return _torch.transforms.FUNCTIONS.custom_function_call(cls, *args, **kwargs)
     raise refuse(
         f"the autograd.Function {cls.__module__}.{cls.__qualname__} is called inside of torch.vmap",
         "call it for all parts at once, outside of vmap, or write what it computes in operators of torch",

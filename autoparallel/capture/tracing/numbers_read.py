@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autoparallel import _torch
+from autoparallel.capture.tracing.stand_ins import replacement
 from autoparallel.capture.tracing.trace import Trace, listening, refuse
 from autoparallel.graph.arrays import array_of
 from autoparallel.graph.errors import note_raised
@@ -65,35 +66,27 @@ def _note_length(trace: Trace, func: Callable[..., Any], input: Tensor, dim: int
     return func(input) if func is Tensor.__len__ else func(input, dim)
 
 
-def _listened_to(tolist: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """What stands for a method of torch's own classes that no ``TorchFunctionMode`` sees."""
-
-    def method(self: Tensor) -> Any:
-        trace = listening()
-        answer = None if trace is None else trace.read(Tensor.tolist, self)
-        return tolist(self) if answer is None else answer
-
-    return method
+def _list(trace: Trace, tolist: Callable[[Tensor], Any], self: Tensor) -> Any:
+    """Stands for a method of torch's own classes that no ``TorchFunctionMode`` sees."""
+    answer = trace.read(Tensor.tolist, self)
+    return tolist(self) if answer is None else answer
 
 
-def _require_another(compares: Callable[[Any, Any], Any], sign: str) -> Callable[[Any, Any], Any]:
-    """What stands for a comparison of numbers: of one and the same a trace says what holds but for NaN."""
-
-    def method(self: torch.SymFloat, other: Any) -> Any:
-        trace = listening()
-        by_torch = sys._getframe(1).f_code.co_filename.startswith(_torch.export.FOLDER)
-        if trace is not None and not by_torch and _is_same(self, other) and _torch.export.is_read(self, trace.numbers):
-            raise refuse(f"the model asks whether a number that it reads of a tensor is NaN (n {sign} n)", _OF_NAN)
-        return compares(self, other)
-
-    return method
+def _compare(sign: str, trace: Trace, compares: Callable[[Any, Any], Any], self: torch.SymFloat, other: Any) -> Any:
+    """Compares numbers that are not one and the same, of which a trace says what holds but for NaN."""
+    by_torch = sys._getframe(2).f_code.co_filename.startswith(_torch.export.FOLDER)
+    if not by_torch and _is_same(self, other) and _torch.export.is_read(self, trace.numbers):
+        raise refuse(f"the model asks whether a number that it reads of a tensor is NaN (n {sign} n)", _OF_NAN)
+    return compares(self, other)
 
 
 def _is_same(x: torch.SymFloat, other: Any) -> bool:
     return other is x or isinstance(other, torch.SymFloat) and bool(other.node.expr == x.node.expr)
 
 
-def _choose_tensor(original: Any, *values: Any, real_callable: Any, tensor_callable: Any, **options: Any) -> Any:
+def _choose_tensor(
+    _: Trace, original: Any, *values: Any, real_callable: Any, tensor_callable: Any, **options: Any
+) -> Any:
     """The largest or the smallest of tensors of one element and numbers, as ``max`` and ``min`` choose it: the first
     one where several are, and what NaN is not compared with.  Torch's stand-ins give both of two a gradient there.
 
@@ -105,7 +98,7 @@ def _choose_tensor(original: Any, *values: Any, real_callable: Any, tensor_calla
     if len(values) == 1 and isinstance(values[0], Iterable):
         values = ([*values[0]],)
     items = values[0] if len(values) == 1 and isinstance(values[0], list) else values
-    if options or listening() is None or not _are_alike(items):
+    if options or not _are_alike(items):
         return original(*values, real_callable=real_callable, tensor_callable=tensor_callable, **options)
     is_better = operator.gt if tensor_callable is torch.maximum else operator.lt
 
@@ -125,25 +118,22 @@ def _are_alike(items: Sequence[Any]) -> bool:
     return all(isinstance(x, Tensor) or type(x) in kinds for x in items)
 
 
-def _equals(compares: Callable[[Any, Any], Any], *, holds: bool) -> Callable[[Any, Any], Any]:
-    """What stands for a comparison of answers, which torch has for those of sizes only.
+def _compare_answers(
+    holds: bool, trace: Trace, compares: Callable[[Any, Any], Any], self: torch.SymBool, other: Any
+) -> Any:
+    """A comparison of answers, which torch has for those of sizes only.
 
     Args:
         holds: what it is of equal ones.
     """
-
-    def method(self: torch.SymBool, other: Any) -> Any:
-        trace = listening()
-        if not isinstance(other, torch.SymBool | bool) or trace is None:
-            return compares(self, other)
-        if not any(_torch.export.is_read(answer, trace.numbers) for answer in (self, other)):
-            return compares(self, other)
-        if isinstance(other, bool):
-            return self if other == holds else torch.sym_not(self)
-        either, both = self | other, self & other
-        return both | torch.sym_not(either) if holds else either & torch.sym_not(both)
-
-    return method
+    if not isinstance(other, torch.SymBool | bool):
+        return compares(self, other)
+    if not any(_torch.export.is_read(answer, trace.numbers) for answer in (self, other)):
+        return compares(self, other)
+    if isinstance(other, bool):
+        return self if other == holds else torch.sym_not(self)
+    either, both = self | other, self & other
+    return both | torch.sym_not(either) if holds else either & torch.sym_not(both)
 
 
 def _computes(kind: type, name: str) -> Callable[[Any, Any], Any]:
@@ -178,9 +168,9 @@ READS: dict[Any, Callable[..., Any]] = {
 """The functions that read values, or tell which they are, with what takes their place while a model is traced."""
 
 NAMES: tuple[tuple[Any, str, Any], ...] = (
-    *((cls, "tolist", _listened_to(vars(cls)["tolist"])) for cls in _torch.export.TRACED),
+    *(replacement(cls, "tolist", _list) for cls in _torch.export.TRACED),
     *(
-        (torch.SymFloat, name, _require_another(vars(torch.SymFloat)[name], sign))
+        replacement(torch.SymFloat, name, partial(_compare, sign))
         for name, sign in (("__ne__", "!="), ("__eq__", "=="), ("__le__", "<="), ("__ge__", ">="))
     ),
     *(
@@ -188,13 +178,12 @@ NAMES: tuple[tuple[Any, str, Any], ...] = (
         for kind in _torch.numbers.KINDS
         for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv")
     ),
-    (torch.SymBool, "__eq__", _equals(torch.SymBool.__eq__, holds=True)),
-    (torch.SymBool, "__ne__", _equals(torch.SymBool.__ne__, holds=False)),
+    replacement(torch.SymBool, "__eq__", partial(_compare_answers, True)),
+    replacement(torch.SymBool, "__ne__", partial(_compare_answers, False)),
 )
 """What has no door but its name."""
 
 
 def names_of_export() -> Iterator[tuple[Any, str, Any]]:
     """What ``torch.export`` has in the place of ``max`` and ``min``, once it is imported."""
-    module, name = _torch.export.choosing()
-    yield module, name, partial(_choose_tensor, vars(module)[name])
+    yield replacement(*_torch.export.choosing(), _choose_tensor)

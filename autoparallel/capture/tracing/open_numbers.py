@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoparallel.capture.tracing.attention_kernels import ATTENTION
-from autoparallel.capture.tracing.trace import Trace, listening
+from autoparallel.capture.tracing.stand_ins import replacement
+from autoparallel.capture.tracing.trace import Trace
 
 
 def _are_open(*numbers: Any) -> bool:
@@ -264,9 +265,8 @@ def _new_tensor(_: Trace, func: Any, self: Tensor, data: Any, **options: Any) ->
     return self.new_full((), data, **options) if _are_open(data) else func(self, data, **options)
 
 
-def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
-    make = torch.tensor if _are_open(data) and listening() is not None else _AS_TENSOR
-    return make(data, dtype=dtype, device=device)
+def _as_tensor(_: Trace, func: Any, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
+    return (torch.tensor if _are_open(data) else func)(data, dtype=dtype, device=device)
 
 
 def _quantile(_: Trace, func: Any, input: Tensor, q: Any, *args: Any, **options: Any) -> Tensor:
@@ -285,6 +285,5 @@ OF_OPEN: dict[Any, Callable[..., Any]] = {
 }  # fmt: skip
 """The functions, with what takes their place while a model is traced."""
 
-_AS_TENSOR = torch.as_tensor
-NAMES: tuple[tuple[Any, str, Any], ...] = ((torch, "as_tensor", _as_tensor),)
+NAMES: tuple[tuple[Any, str, Any], ...] = (replacement(torch, "as_tensor", _as_tensor),)
 """What has no door but its name."""

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoparallel.capture.tracing.trace import Trace, listening
+from autoparallel.capture.tracing.stand_ins import replacement
+from autoparallel.capture.tracing.trace import Trace
 
 _PACKED = "find_packed_sequence_indices"
 """The function of transformers that asks."""
@@ -24,17 +25,12 @@ def packing_of_transformers() -> Iterator[tuple[Any, str, Any]]:
     """The function, where it is in use, with what takes its place."""
     module = sys.modules.get("transformers.masking_utils")
     if hasattr(module, _PACKED):
-        yield module, _PACKED, _unless_counting(vars(module)[_PACKED])
+        yield replacement(module, _PACKED, _find_packed)
 
 
-def _unless_counting(find_packed: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
-    """The function; but None, which says that nothing is packed, for positions that are known to count up."""
-
-    def find(position_ids: Tensor) -> Tensor | None:
-        trace = listening()
-        return None if trace is not None and trace.counts_up(position_ids) else find_packed(position_ids)
-
-    return find
+def _find_packed(trace: Trace, find: Callable[[Tensor], Tensor | None], position_ids: Tensor) -> Tensor | None:
+    """As the function; but None, which says that nothing is packed, for positions that are known to count up."""
+    return None if trace.counts_up(position_ids) else find(position_ids)
 
 
 def _arange(trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from autoparallel.capture.refusals.data_access import KERNEL_CURE
-from autoparallel.capture.tracing.trace import CURRENT, listening, refuse
+from autoparallel.capture.tracing.stand_ins import replacement
+from autoparallel.capture.tracing.trace import CURRENT, Trace, listening, refuse
 from autoparallel.graph.errors import refusal
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import is_users_file
@@ -53,13 +54,13 @@ _COLLECTIVES = (
 )  # fmt: skip
 
 
-def _start(self: threading.Thread) -> None:
+def _start(_: Trace, start: Callable[..., None], self: threading.Thread) -> None:
     """What another thread does, no trace sees, and it would do so once."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("concurrent."):  # by a pool
         frame = frame.f_back
-    if listening() is None or frame is None or not is_users_file(frame.f_code.co_filename):
-        return _START(self)  # those of packages, as of a progress bar, serve themselves
+    if frame is None or not is_users_file(frame.f_code.co_filename):
+        return start(self)  # those of packages, as of a progress bar, serve themselves
     raise refusal(
         "the model starts a thread, of which no trace sees what it does,",
         line_of_frame(frame),
@@ -74,14 +75,13 @@ _REFUSED: tuple[tuple[Any, tuple[str, ...], str, str], ...] = (
 )
 """What has functions, their names, what the model does that calls one, and the cure."""
 
-_START = threading.Thread.start
 NAMES: tuple[tuple[Any, str, Any], ...] = (
     *(
         (owner, name, _refused_function(getattr(owner, name), what.format(name), cure))
         for owner, names, what, cure in _REFUSED
         for name in names
     ),
-    (threading.Thread, "start", _start),
+    replacement(threading.Thread, "start", _start),
 )
 """The names that are replaced while a model is traced."""
 

@@ -32,9 +32,9 @@ from autoparallel.capture.tracing.positions import packing_of_transformers
 from autoparallel.capture.tracing.refused_calls import NAMES as REFUSED_CALLS
 from autoparallel.capture.tracing.refused_calls import names_of_triton
 from autoparallel.capture.tracing.spans import spans_of_transformers
-from autoparallel.capture.tracing.stand_ins import names_of, original
+from autoparallel.capture.tracing.stand_ins import names_of, original, replacement
 from autoparallel.capture.tracing.texts import NAMES as TEXTS
-from autoparallel.capture.tracing.trace import CURRENT, listening, refuse
+from autoparallel.capture.tracing.trace import CURRENT, Trace, listening, refuse
 from autoparallel.capture.tracing.transforms import NAMES as TRANSFORMS
 from autoparallel.capture.tracing.values_read import NAMES as VALUES_READ
 from autoparallel.graph.errors import RAISED, note_raised
@@ -82,20 +82,21 @@ def _exit_saved_tensors_hooks(self: Any, *error: Any) -> None:
     return _EXIT_SAVED(self, *error)
 
 
-def _enter_dual_level() -> Any:
-    if listening() is None or _torch.transforms.is_transforming():
-        return _ENTER_DUAL_LEVEL()
+def _enter_dual_level(_: Trace, enter: Callable[[], Any]) -> Any:
+    if _torch.transforms.is_transforming():
+        return enter()
     raise refuse(
         "torch.autograd.forward_ad is used inside of the model", "use torch.func.jvp, or write the derivative out"
     )
 
 
-def _set_replacement(self: _torch.export.ShapeEnv, symbol: Any, size: Any, message: str) -> Any:
+def _set_replacement(
+    trace: Trace, replace: Callable[..., Any], self: _torch.export.ShapeEnv, symbol: Any, size: Any, message: str
+) -> Any:
     """Notes at which line a size that was open becomes a number."""
-    trace = listening()
-    if trace is not None and size.is_Integer:
+    if size.is_Integer:
         trace.fixed.setdefault(int(size), line_of_frame(sys._getframe(1)))
-    return _SET_REPLACEMENT(self, symbol, size, message)
+    return replace(self, symbol, size, message)
 
 
 def _convert(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,13 +119,11 @@ def _convert(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _hash(self: torch.SymInt) -> int:
+def _hash(_: Trace, hash_of: Callable[[Any], int], self: torch.SymInt) -> int:
     """That of the number where the model looks something up by it; nobody keeps what stands for it as a key."""
-    frame = sys._getframe(1)
+    frame = sys._getframe(2)
     looks_up = dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("BINARY", "CONTAINS"))
-    if listening() is None or not looks_up or is_installed(frame.f_code.co_filename):
-        return _HASH(self)
-    return hash(int(self))
+    return hash(int(self)) if looks_up and not is_installed(frame.f_code.co_filename) else hash_of(self)
 
 
 def _guard_bool(self: _torch.export.SymNode, file: str, line: int) -> bool:
@@ -135,10 +134,8 @@ def _guard_bool(self: _torch.export.SymNode, file: str, line: int) -> bool:
     return _torch.export.guard_bool(self, file, line) if answer is None else answer
 
 
-def _to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+def _to(_: Trace, to: Any, self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """Does nothing where nothing is cast; the copy that is traced has no device."""
-    if listening() is None:
-        return _TO(self, *args, **kwargs)
     dtype = _torch.nn.dtype_of_cast(*args, **kwargs)
     tensors = (*_torch.tensors.parameters_of(self), *self.buffers())
     if dtype is not None and any(x.dtype != dtype for x in tensors if x.is_floating_point() or x.is_complex()):
@@ -149,17 +146,16 @@ def _to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     return self
 
 
-def _sync_batch_norm(self: torch.nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
+def _sync_batch_norm(_: Trace, forward: Any, self: torch.nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
     """As any batch norm, whose statistics are those of the whole batch; torch's asks for a GPU and for its group."""
-    return _SYNC_BATCH_NORM(self, x) if listening() is None else super(torch.nn.SyncBatchNorm, self).forward(x)
+    return super(torch.nn.SyncBatchNorm, self).forward(x)
 
 
-def _call_script(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_script(trace: Trace, call: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """TorchScript makes kernels of what has run before, which no tensor without memory can be given."""
-    trace = listening()
-    plain: Any = self if trace is None else _torch.export.python_of(self)
-    if trace is None or plain is self:
-        return _CALL_SCRIPT(self, *args, **kwargs)
+    plain: Any = _torch.export.python_of(self)
+    if plain is self:
+        return call(self, *args, **kwargs)
     trace.script_depth += 1
     try:
         return plain(*args, **kwargs)
@@ -173,16 +169,13 @@ def _is_scripting() -> bool:
     return trace is not None and trace.script_depth > 0
 
 
-def _validate_device(*tensors: torch.Tensor) -> None:
+def _validate_device(_: Trace, validate: Any, *tensors: torch.Tensor) -> None:
     """A trace on a CPU may carry gradients, too: the program that comes of it has them on any device.
 
     Dynamo traces the functions of FlexAttention without running them: here they run once, to be seen reading globals
     and cells.
     """
-    trace = listening()
-    if trace is None:
-        return _VALIDATE_DEVICE(*tensors)
-    call = sys._getframe(1).f_locals
+    call = sys._getframe(2).f_locals
     score, place = torch.zeros(()), [torch.zeros((), dtype=torch.int32) for _ in range(4)]
     functions = (call["score_mod"], [score, *place]), (getattr(call["block_mask"], "mask_mod", None), place)
     for function, arguments in functions:
@@ -203,7 +196,6 @@ def _validate_device(*tensors: torch.Tensor) -> None:
             _torch.export.indexing_by_tensors(),
         ):  # Dynamo's error is the one to be told
             function(*arguments)
-    return None
 
 
 def _attribute(self: torch.Tensor, name: str) -> Any:
@@ -232,43 +224,39 @@ def _answer(ask: Callable[[], bool]) -> bool:
 
 
 def _named_buffers(
-    self: torch.nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    _: Trace,
+    named_buffers: Callable[..., Iterator[tuple[str, torch.Tensor]]],
+    self: torch.nn.Module,
+    prefix: str = "",
+    recurse: bool = True,
+    remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Those of a module that a model holds under two names once: ``torch.export`` takes them for two that share memory,
     and traces no change of them, such as that of a batch norm."""
     by_torch = sys._getframe(1).f_code.co_filename.startswith(_torch.export.FOLDER)
-    if listening() is None or not by_torch or remove_duplicate or not recurse:
-        yield from _NAMED_BUFFERS(self, prefix, recurse, remove_duplicate)
+    if not by_torch or remove_duplicate or not recurse:
+        yield from named_buffers(self, prefix, recurse, remove_duplicate)
         return
     for path, module in self.named_modules(prefix=prefix):
-        yield from _NAMED_BUFFERS(module, path, False, False)
+        yield from named_buffers(module, path, False, False)
 
 
-_NAMED_BUFFERS = torch.nn.Module.named_buffers
-_VALIDATE_DEVICE = getattr(*_torch.export.VALIDATE_DEVICE)
-_TO = torch.nn.Module.to
-_HASH = torch.SymInt.__hash__
 _INT = _torch.export.SymNode.int_
 _GUARD_FLOAT = _torch.export.SymNode.guard_float
-_CALL_SCRIPT: Any = torch._C.ScriptFunction.__call__
-_SYNC_BATCH_NORM = torch.nn.SyncBatchNorm.forward
-_SET_REPLACEMENT = _torch.export.ShapeEnv._set_replacement
-_FORWARD_AD = torch.autograd.forward_ad
-_ENTER_DUAL_LEVEL = _FORWARD_AD.enter_dual_level
 _SAVED = torch.autograd.graph.saved_tensors_hooks
 _ENTER_INFERENCE, _EXIT_INFERENCE = torch.inference_mode.__enter__, torch.inference_mode.__exit__
 _ENTER_SAVED, _EXIT_SAVED = _SAVED.__enter__, _SAVED.__exit__
 _NAMES: tuple[tuple[Any, str, Any], ...] = (
     (_torch.autograd.SingleLevelFunction, "apply", classmethod(function_apply)),
-    (torch.autograd.function, "custom_function_call", function_under_vmap),
-    (_torch.nn.modules, "BackwardHook", backward_hook),
+    replacement(torch.autograd.function, "custom_function_call", function_under_vmap),
+    replacement(_torch.nn.modules, "BackwardHook", backward_hook),
     (_torch.export.decompositions, "one_layer_lstm", _torch.export.one_layer_lstm),
     (_torch.export.SymNode, "guard_bool", _guard_bool),
     *[
         (_torch.export.SymNode, name, _convert(getattr(_torch.export.SymNode, name)))
         for name in ("int_", "guard_float")
     ],
-    (_torch.export.ShapeEnv, "_set_replacement", _set_replacement),
+    replacement(_torch.export.ShapeEnv, "_set_replacement", _set_replacement),
     _torch.export.MODULES_LEFT,
     _torch.export.MODULES_THEMSELVES,
     _torch.export.OPERATORS_LISTED_ONCE,
@@ -277,7 +265,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *names_of(torch.compiler.is_exporting, partial(_answer, original(torch.compiler.is_exporting))),
     *names_of(vars(torch.jit)["is_scripting"], _is_scripting),
     *ASKED,
-    *((owner, name, stand_in) for owner, name, _, stand_in in DRAWS),
+    *DRAWS,
     *NUMBERS_READ,
     *OF_NUMBERS,
     *OPEN_NUMBERS,
@@ -286,16 +274,16 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *TEXTS,
     *TRANSFORMS,
     *VALUES_READ,
-    (*_torch.export.VALIDATE_DEVICE, _validate_device),
-    (torch.nn.Module, "named_buffers", _named_buffers),
-    (torch.nn.Module, "to", _to),
-    (torch.SymInt, "__hash__", _hash),
-    (torch._C.ScriptFunction, "__call__", _call_script),
+    replacement(*_torch.export.VALIDATE_DEVICE, _validate_device),
+    replacement(torch.nn.Module, "named_buffers", _named_buffers),
+    replacement(torch.nn.Module, "to", _to),
+    replacement(torch.SymInt, "__hash__", _hash),
+    replacement(torch._C.ScriptFunction, "__call__", _call_script),
     (torch.Tensor, "__getattr__", _attribute),
-    (torch.nn.SyncBatchNorm, "forward", _sync_batch_norm),
+    replacement(torch.nn.SyncBatchNorm, "forward", _sync_batch_norm),
     (torch.inference_mode, "__enter__", _enter_inference_mode),
     (torch.inference_mode, "__exit__", _exit_inference_mode),
-    (_FORWARD_AD, "enter_dual_level", _enter_dual_level),
+    replacement(torch.autograd.forward_ad, "enter_dual_level", _enter_dual_level),
     (_SAVED, "__enter__", _enter_saved_tensors_hooks),
     (_SAVED, "__exit__", _exit_saved_tensors_hooks),
 )
@@ -304,7 +292,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
 _IMPORTED = [
     *OF_MATH.values(),
     *OF_NUMPY.values(),
-    *((function, stand_in) for _, _, function, stand_in in DRAWS),
+    *((getattr(owner, name), stand_in) for owner, name, stand_in in DRAWS),
 ]
 """What modules may have imported from libraries, with what stands for it."""
 

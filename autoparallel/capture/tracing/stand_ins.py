@@ -1,13 +1,28 @@
-"""Functions of torch that run other code while any thread traces.
-
-Each stays the object that it is, by which Dynamo knows it, and every module that has imported it by its name.
-"""
+"""What stands for functions of torch while any thread traces."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
+
+from autoparallel.capture.tracing.trace import listening
+
+
+def replacement(owner: Any, name: str, stand_in: Callable[..., Any]) -> tuple[Any, str, Any]:
+    """A name that is replaced, with a function that on threads which do not trace does what stood there.
+
+    Args:
+        owner: what has the name.
+        stand_in: called with the trace and with what stood there, in front of the arguments.
+    """
+    before = getattr(owner, name)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        trace = listening()
+        return before(*args, **kwargs) if trace is None else stand_in(trace, before, *args, **kwargs)
+
+    return owner, name, function
 
 
 def original(function: Any) -> FunctionType:
@@ -16,7 +31,10 @@ def original(function: Any) -> FunctionType:
 
 
 def names_of(function: Any, stand_in: Callable[..., Any]) -> tuple[tuple[Any, str, Any], ...]:
-    """The names that are replaced so that calls of a function are calls of ``stand_in``."""
+    """The names that are replaced so that calls of a function are calls of ``stand_in``.
+
+    The function stays the object that it is, by which Dynamo knows it, and every module that has imported it.
+    """
     return (function, "__kwdefaults__", {"stand_in": stand_in}), (function, "__code__", _code.__code__)
 
 

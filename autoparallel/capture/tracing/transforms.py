@@ -9,7 +9,8 @@ own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +18,8 @@ from torch.utils import _pytree as pytree
 
 from autoparallel._torch import transforms
 from autoparallel.capture.tracing.derivatives import ones_for
-from autoparallel.capture.tracing.trace import listening, refuse
-
-_GRAD_AND_VALUE: Any = transforms.TRANSFORMS.grad_and_value_impl
-_VJP: Any = transforms.TRANSFORMS._vjp_with_argnums
-_JVP: Any = transforms.TRANSFORMS._jvp_with_argnums
-_REMOVE: Any = transforms.VMAP._remove_batch_dim
+from autoparallel.capture.tracing.stand_ins import replacement
+from autoparallel.capture.tracing.trace import Trace, refuse
 
 
 def _restore_dims(tensor: Tensor, sizes: dict[int, Any]) -> Tensor:
@@ -95,22 +92,22 @@ def _gradients(outputs: Sequence[Any], leaves: Any, seeds: Sequence[Tensor | Non
     return pytree.tree_unflatten([transforms.take_dims(x, levels) for x in gradients], spec)
 
 
-def _grad_and_value(func: Callable[..., Any], argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
-    if listening() is None:
-        return _GRAD_AND_VALUE(func, argnums, has_aux, args, kwargs)
+def _grad_and_value(
+    _: Trace, original: Any, func: Callable[..., Any], argnums: Any, has_aux: bool, args: Any, kwargs: Any
+) -> Any:
     before = torch.is_grad_enabled()
     with torch.enable_grad():
         output, leaves, aux = _call(func, args, argnums, has_aux, kwargs)
         if not isinstance(output, Tensor) or output.dim():
-            return _GRAD_AND_VALUE(lambda: output, (), False, (), {})  # torch's error
+            return original(lambda: output, (), False, (), {})  # torch's error
         gradients = _gradients([output], leaves, [None], create_graph=before)
     output, aux = (output, aux) if before else _detach((output, aux))
     return gradients, (output, aux) if has_aux else output
 
 
-def _vjp(func: Callable[..., Any], *primals: Any, argnums: Any = None, has_aux: bool = False) -> Any:
-    if listening() is None:
-        return _VJP(func, *primals, argnums=argnums, has_aux=has_aux)
+def _vjp(
+    _: Trace, original: Any, func: Callable[..., Any], *primals: Any, argnums: Any = None, has_aux: bool = False
+) -> Any:
     before = torch.is_grad_enabled()
     with torch.enable_grad():
         output, leaves, aux = _call(func, primals, argnums, has_aux, {})
@@ -133,30 +130,36 @@ def _vjp(func: Callable[..., Any], *primals: Any, argnums: Any = None, has_aux: 
 
 
 def _jvp(
-    func: Callable[..., Any], primals: Any, tangents: Any, argnums: Any, *, strict: bool = False, has_aux: bool
+    trace: Trace,
+    original: Any,
+    func: Callable[..., Any],
+    primals: Any,
+    tangents: Any,
+    argnums: Any,
+    *,
+    strict: bool = False,
+    has_aux: bool,
 ) -> Any:
     """By two products in reverse mode, as one is linear in its vector: its derivative by that is what goes forward.
 
     It costs what forward mode does, as nothing else of the first product is left in the program.
     """
-    if listening() is None:
-        return _JVP(func, primals, tangents, argnums, strict=strict, has_aux=has_aux)
-    before = torch.is_grad_enabled()
+    before, vjp = torch.is_grad_enabled(), partial(_vjp, trace, original)
     numbers = (argnums,) if isinstance(argnums, int) else argnums
     with torch.enable_grad():
-        output, multiply, *aux = _vjp(func, *primals, argnums=numbers, has_aux=has_aux)
+        output, multiply, *aux = vjp(func, *primals, argnums=numbers, has_aux=has_aux)
         leaves, spec = pytree.tree_flatten(output)
         zeros = [torch.zeros_like(x) for x in leaves]
-        _, push = _vjp(lambda *vectors: multiply(pytree.tree_unflatten(vectors, spec), create_graph=True), *zeros)
+        _, push = vjp(lambda *vectors: multiply(pytree.tree_unflatten(vectors, spec), create_graph=True), *zeros)
         results = output, pytree.tree_unflatten(push(tangents), spec), *aux
     return results if before else _detach(results)
 
 
-def _remove_batch_dim(tensor: Tensor, level: int, size: Any, dim: int) -> Tensor:
+def _remove_batch_dim(
+    _: Trace, remove: Callable[..., Tensor], tensor: Tensor, level: int, size: Any, dim: int
+) -> Tensor:
     """Torch moves the dim of the parts to its place by a call that a trace takes for one of a constant."""
-    if dim == 0 or listening() is None:
-        return cast(Tensor, _REMOVE(tensor, level, size, dim))
-    return cast(Tensor, _REMOVE(tensor, level, size, 0)).movedim(0, dim)
+    return remove(tensor, level, size, 0).movedim(0, dim) if dim else remove(tensor, level, size, dim)
 
 
 def _detach(results: Any) -> Any:
@@ -164,9 +167,9 @@ def _detach(results: Any) -> Any:
 
 
 NAMES: tuple[tuple[Any, str, Any], ...] = (
-    (transforms.TRANSFORMS, "grad_and_value_impl", _grad_and_value),
-    (transforms.TRANSFORMS, "_vjp_with_argnums", _vjp),
-    (transforms.TRANSFORMS, "_jvp_with_argnums", _jvp),
-    (transforms.VMAP, "_remove_batch_dim", _remove_batch_dim),
+    replacement(transforms.TRANSFORMS, "grad_and_value_impl", _grad_and_value),
+    replacement(transforms.TRANSFORMS, "_vjp_with_argnums", _vjp),
+    replacement(transforms.TRANSFORMS, "_jvp_with_argnums", _jvp),
+    replacement(transforms.VMAP, "_remove_batch_dim", _remove_batch_dim),
 )
 """The names of torch that are replaced while a model is traced."""

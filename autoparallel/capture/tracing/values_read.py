@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.capture.tracing.open_numbers import with_newest
-from autoparallel.capture.tracing.trace import Trace, listening
+from autoparallel.capture.tracing.stand_ins import replacement
+from autoparallel.capture.tracing.trace import Trace
 from autoparallel.operators.ctc import ctc_losses
 
 
@@ -142,13 +143,13 @@ READING: dict[Any, Callable[..., Any]] = {
 """The functions, with what takes their place while a model is traced."""
 
 
-def _batch_norm(self: Any, x: Tensor) -> Tensor:
+def _batch_norm(_: Trace, forward: Callable[..., Tensor], self: Any, x: Tensor) -> Tensor:
     """Without a momentum the running statistics are means over all batches, of which the newest is one part."""
     counts = (
         self.momentum is None and self.training and self.track_running_stats and self.num_batches_tracked is not None
     )
-    if listening() is None or not counts:
-        return _BATCH_NORM(self, x)
+    if not counts:
+        return forward(self, x)
     self._check_input_dim(x)
     self.num_batches_tracked.add_(1)
     run = partial(F.batch_norm, x, weight=self.weight, bias=self.bias, training=True, momentum=1.0, eps=self.eps)
@@ -156,15 +157,15 @@ def _batch_norm(self: Any, x: Tensor) -> Tensor:
     return with_newest(run, self.running_mean, self.running_var, lambda values, new: values + (new - values) / count)
 
 
-def _is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+def _is_causal_mask(
+    _: Trace, ask: Any, mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
+) -> bool:
     """Only what the caller says: layers are given the mask beside it, which computes the same."""
-    return _IS_CAUSAL_MASK(mask, is_causal, size) if listening() is None else is_causal is True
+    return is_causal is True
 
 
-_BATCH_NORM = _torch.nn.BatchNorm.forward
-_IS_CAUSAL_MASK = getattr(*_torch.nn.IS_CAUSAL_MASK)
 NAMES: tuple[tuple[Any, str, Any], ...] = (
-    (_torch.nn.BatchNorm, "forward", _batch_norm),
-    (*_torch.nn.IS_CAUSAL_MASK, _is_causal_mask),
+    replacement(_torch.nn.BatchNorm, "forward", _batch_norm),
+    replacement(*_torch.nn.IS_CAUSAL_MASK, _is_causal_mask),
 )
 """What has no door but its name."""
