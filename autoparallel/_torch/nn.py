@@ -97,4 +97,4 @@ TRUNCATED_NORMAL = (torch.nn.init, "_no_grad_trunc_normal_")
 
 ORTHOGONAL = (torch.nn.init, "orthogonal_")
 
-__all__ = ["BackwardHook", "BatchNorm", "modules"]  # torch's own, handed on
+__all__ = ["BatchNorm", "modules"]  # torch's own, handed on

@@ -7,15 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._functorch import autograd_function, eager_transforms, predispatch, pyfunctorch, vmap
+from torch._functorch import eager_transforms, predispatch, pyfunctorch, vmap
 
 _C = torch._C._functorch
 
 TRANSFORMS = eager_transforms
 """Has ``grad_and_value_impl``, ``_vjp_with_argnums`` and ``_jvp_with_argnums``, of which all others are made."""
-
-FUNCTIONS = autograd_function
-"""Has ``custom_function_call``, which runs an ``autograd.Function`` inside of a transform."""
 
 VMAP: Any = vmap
 """Calls ``_remove_batch_dim`` of each result, with the dim that the parts are to be in."""

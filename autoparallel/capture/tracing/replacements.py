@@ -42,12 +42,9 @@ from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import MISSING, is_installed, is_library, is_tracers_file
 
 
-def _enter_inference_mode(self: torch.inference_mode) -> None:
-    if listening() is None:
-        return _ENTER_INFERENCE(self)
+def _enter_inference_mode(_: Trace, enter: Any, self: torch.inference_mode) -> None:
     self._grad_mode_before = torch.is_grad_enabled()  # type: ignore[attr-defined]
     _torch.autograd.set_grad_enabled(not self.mode)
-    return None
 
 
 def _exit_inference_mode(self: torch.inference_mode, *error: Any) -> None:
@@ -58,10 +55,7 @@ def _exit_inference_mode(self: torch.inference_mode, *error: Any) -> None:
     return None
 
 
-def _enter_saved_tensors_hooks(self: Any) -> None:
-    trace = listening()
-    if trace is None:
-        return _ENTER_SAVED(self)
+def _enter_saved_tensors_hooks(trace: Trace, enter: Any, self: Any) -> None:
     if type(self) is _SAVED or not type(self).__module__.startswith("torch."):  # torch's others only save memory
         raise refuse(
             "torch.autograd.graph.saved_tensors_hooks is entered inside of the model",
@@ -70,7 +64,6 @@ def _enter_saved_tensors_hooks(self: Any) -> None:
     self._not_entered = True
     if type(self).__module__ == "torch.utils.checkpoint":
         trace.begin_region()
-    return None
 
 
 def _exit_saved_tensors_hooks(self: Any, *error: Any) -> None:
@@ -244,8 +237,7 @@ def _named_buffers(
 _INT = _torch.export.SymNode.int_
 _GUARD_FLOAT = _torch.export.SymNode.guard_float
 _SAVED = torch.autograd.graph.saved_tensors_hooks
-_ENTER_INFERENCE, _EXIT_INFERENCE = torch.inference_mode.__enter__, torch.inference_mode.__exit__
-_ENTER_SAVED, _EXIT_SAVED = _SAVED.__enter__, _SAVED.__exit__
+_EXIT_INFERENCE, _EXIT_SAVED = torch.inference_mode.__exit__, _SAVED.__exit__
 _NAMES: tuple[tuple[Any, str, Any], ...] = (
     (_torch.autograd.SingleLevelFunction, "apply", classmethod(function_apply)),
     replacement(torch.autograd.function, "custom_function_call", function_under_vmap),
@@ -281,10 +273,10 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     replacement(torch._C.ScriptFunction, "__call__", _call_script),
     (torch.Tensor, "__getattr__", _attribute),
     replacement(torch.nn.SyncBatchNorm, "forward", _sync_batch_norm),
-    (torch.inference_mode, "__enter__", _enter_inference_mode),
+    replacement(torch.inference_mode, "__enter__", _enter_inference_mode),
     (torch.inference_mode, "__exit__", _exit_inference_mode),
     replacement(torch.autograd.forward_ad, "enter_dual_level", _enter_dual_level),
-    (_SAVED, "__enter__", _enter_saved_tensors_hooks),
+    replacement(_SAVED, "__enter__", _enter_saved_tensors_hooks),
     (_SAVED, "__exit__", _exit_saved_tensors_hooks),
 )
 
