@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import rnn
 
-from autoparallel.capture.tracing.stand_ins import names_of, original
-from autoparallel.capture.tracing.trace import listening
+from autoparallel.capture.tracing.stand_ins import replacement, replacements_of
+from autoparallel.capture.tracing.trace import Trace
 from autoparallel.graph.arrays import Array
 from autoparallel.graph.lines import line_of_frame
 
-_FORWARDS: dict[type[nn.RNNBase], Any] = {cls: cls.forward for cls in (nn.LSTM, nn.GRU, nn.RNN)}
 _LAYERS: dict[str, Any] = {
     "LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu
 }  # fmt: skip
@@ -146,10 +145,9 @@ def _make(
     return PaddedSequence.of(steps if back is None else steps.index_select(1, back.to(steps.device)), packing)
 
 
-def _pack(input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True) -> Any:
-    trace = listening()
-    if trace is None:
-        return _PACK(input, lengths, batch_first, enforce_sorted)
+def _pack(
+    trace: Trace, pack: Any, input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True
+) -> PaddedSequence:
     trace.left_out[line_of_frame(sys._getframe(1))] = "a check of the lengths of sequences"
     steps = input.transpose(0, 1) if batch_first else input
     lengths = _as_tensor(lengths)
@@ -170,10 +168,15 @@ def _as_tensor(lengths: Any) -> Tensor:
 
 
 def _pad(
-    sequence: Any, batch_first: bool = False, padding_value: float = 0.0, total_length: int | None = None
+    _: Trace,
+    pad: Callable[..., tuple[Tensor, Tensor]],
+    sequence: Any,
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    total_length: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     if not isinstance(sequence, PaddedSequence):
-        return _PAD(sequence, batch_first, padding_value, total_length)
+        return pad(sequence, batch_first, padding_value, total_length)
     x, count, lengths = sequence.steps, sequence.packing.count, sequence.packing.lengths
     length = int(lengths.max()) if total_length is None else total_length
     if padding_value:
@@ -195,7 +198,7 @@ def _fill(steps: Tensor, lengths: Tensor, value: float) -> Tensor:
     return steps.masked_fill(behind.view(*behind.shape, *[1] * (steps.dim() - 2)), value)
 
 
-def _forward(forward: Callable[..., Any], layer: nn.RNNBase, input: Any, hx: Any = None) -> Any:
+def _forward(_: Trace, forward: Callable[..., Any], layer: nn.RNNBase, input: Any, hx: Any = None) -> Any:
     if not isinstance(input, PaddedSequence):
         return forward(layer, input, hx)
     steps, lengths, numbers = input.steps, input.packing.lengths.to(input.steps.device), _count_steps(input.steps)
@@ -241,16 +244,12 @@ def _run(
     return torch.where(within.unsqueeze(-1), result, 0.0), result.gather(0, last), *cells
 
 
-_PACK, _PAD = original(rnn.pack_padded_sequence), original(rnn.pad_packed_sequence)
 _MAKE = rnn.PackedSequence.__new__
 
 NAMES: tuple[tuple[Any, str, Any], ...] = (
-    *names_of(rnn.pack_padded_sequence, _pack),
-    *names_of(rnn.pad_packed_sequence, _pad),
+    *replacements_of(rnn.pack_padded_sequence, _pack),
+    *replacements_of(rnn.pad_packed_sequence, _pad),
     (rnn.PackedSequence, "__new__", staticmethod(_make)),
-    *(
-        (cls, "forward", lambda *args, f=forward, **kwargs: _forward(f, *args, **kwargs))
-        for cls, forward in _FORWARDS.items()
-    ),
+    *(replacement(cls, "forward", _forward) for cls in (nn.LSTM, nn.GRU, nn.RNN)),
 )
 """The names of torch that are replaced while a model is traced."""

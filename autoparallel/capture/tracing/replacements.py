@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -32,7 +31,7 @@ from autoparallel.capture.tracing.positions import packing_of_transformers
 from autoparallel.capture.tracing.refused_calls import NAMES as REFUSED_CALLS
 from autoparallel.capture.tracing.refused_calls import names_of_triton
 from autoparallel.capture.tracing.spans import spans_of_transformers
-from autoparallel.capture.tracing.stand_ins import names_of, original, replacement
+from autoparallel.capture.tracing.stand_ins import replacement, replacements_of
 from autoparallel.capture.tracing.texts import NAMES as TEXTS
 from autoparallel.capture.tracing.trace import CURRENT, Trace, listening, refuse
 from autoparallel.capture.tracing.transforms import NAMES as TRANSFORMS
@@ -156,10 +155,9 @@ def _call_script(trace: Trace, call: Callable[..., Any], self: Any, *args: Any, 
         trace.script_depth -= 1
 
 
-def _is_scripting() -> bool:
+def _is_scripting(trace: Trace, ask: Callable[[], bool]) -> bool:
     """What a function of TorchScript is told, which runs as Python."""
-    trace = listening()
-    return trace is not None and trace.script_depth > 0
+    return trace.script_depth > 0
 
 
 def _validate_device(_: Trace, validate: Any, *tensors: torch.Tensor) -> None:
@@ -202,15 +200,14 @@ def _attribute(self: torch.Tensor, name: str) -> Any:
     return value
 
 
-def _answer(ask: Callable[[], bool]) -> bool:
+def _answer(trace: Trace, ask: Callable[[], bool]) -> bool:
     """What the plain model would be told, unless it cannot be traced so; torch's own code is told the truth."""
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(3)
     if frame is not None and ask.__name__ not in frame.f_code.co_names:
         return ask()  # it is called by torch's C++, as TorchScript does
     while frame is not None and frame.f_code.co_name.startswith("is_"):  # such as torch._dynamo's: asks for its caller
         frame = frame.f_back
-    trace = listening()
-    if trace is None or frame is None or frame.f_code.co_filename.startswith(_torch.export.FOLDER):
+    if frame is None or frame.f_code.co_filename.startswith(_torch.export.FOLDER):
         return ask()
     trace.asked_at = trace.asked_at or line_of_frame(frame)
     return trace.as_compiled
@@ -253,9 +250,9 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     _torch.export.MODULES_THEMSELVES,
     _torch.export.OPERATORS_LISTED_ONCE,
     _torch.numbers.ALLOWED,
-    *names_of(torch.compiler.is_compiling, partial(_answer, original(torch.compiler.is_compiling))),
-    *names_of(torch.compiler.is_exporting, partial(_answer, original(torch.compiler.is_exporting))),
-    *names_of(vars(torch.jit)["is_scripting"], _is_scripting),
+    *replacements_of(torch.compiler.is_compiling, _answer),
+    *replacements_of(torch.compiler.is_exporting, _answer),
+    *replacements_of(vars(torch.jit)["is_scripting"], _is_scripting),
     *ASKED,
     *DRAWS,
     *NUMBERS_READ,
