@@ -40,7 +40,9 @@ def modes() -> Any:
 
 def custom_backwards() -> Any:
     """What a Function's forward computes is traced, as torch does."""
-    return mock.patch.object(functions, "_apply_function", lambda t, cls, args, kw: functions._apply(cls)(*args, **kw))
+    return mock.patch.object(
+        functions, "_apply_function", lambda t, cls, args, kw: functions.apply_of(cls)(*args, **kw)
+    )
 
 
 def tensor_hooks() -> Any:
@@ -74,15 +76,15 @@ def other_outputs() -> Any:
 
 def guards() -> Any:
     """Python is taken to be what it was at the first call."""
-    return mock.patch.object(PythonState, "changed", lambda self: None)
+    return mock.patch.object(PythonState, "changed", lambda self, leaves: None)
 
 
 def attributes() -> Any:
     """What a call sets is forgotten."""
     original = Recorder.take
 
-    def take(self: Recorder) -> dict[str, Any]:
-        original(self)
+    def take(self: Recorder, in_order: bool = True) -> dict[str, Any]:
+        original(self, in_order)
         return {}
 
     return mock.patch.object(Recorder, "take", take)
@@ -138,7 +140,7 @@ UNTOUCHED: Mapping[str, tuple[str, ...]] = {
     ),
     "operators of torch or of the user's, which are traced with their gradients": (
         "logits_of_detached", "scaled_gradient", "saved_on_cpu", "vmapped", "score_with_enable_grad", "jvp_inside",
-        "custom_operator", "custom_operator_without_backward", "stop_gradient_alternates",
+        "custom_operator", "custom_operator_without_backward", "stop_gradient_alternates", "vmap_of_functional_call",
     ),
     "a checkpoint computes what its function computes": (
         "function_of_module", "checkpoint_with_keywords", "checkpoint_in_checkpoint", "selective_checkpoint",
@@ -146,7 +148,7 @@ UNTOUCHED: Mapping[str, tuple[str, ...]] = {
     ),
     "Python that runs while the model is traced, and does not change": (
         "forward_hook_changes", "forward_hook_with_kwargs", "state_dict_hook", "list_of_the_call", "cached_function",
-        "forward_patched_before", "config_filled_by_acall",
+        "forward_patched_before", "config_filled_by_acall", "forward_hook_logs", "hook_changes_its_buffer",
     ),
     "told apart by modules and their flags": ("swapped_module", "part_in_evaluation"),
     "tensors are read when the program runs": (
@@ -168,7 +170,8 @@ UNTOUCHED: Mapping[str, tuple[str, ...]] = {
         "buffer_made_to_require_grad", "buffer_that_requires_grad",
     ),
     "Python's own classes and numpy's arrays, and data that is not changed": (
-        "data_that_stays_where_it_is", "arrays_of_numpy", "numbers_of_numpy", "checks_types",
+        "data_that_stays_where_it_is", "arrays_of_numpy", "numbers_of_numpy", "checks_types", "method_of_an_object",
+        "has_made_its_criterion", "locals_of_aclosure",
     ),
     "it counts around the model, where both runs of one process do": ("global_counter", "cell_counter"),
     "the loss is known, and the others are detached in any case": ("dict_with_loss", "sum_and_count"),
