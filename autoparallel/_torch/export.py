@@ -398,10 +398,10 @@ def import_tracer() -> None:
     importlib.import_module(_EXPORT)
 
 
-def choosing() -> tuple[Any, str]:
-    """Where the function stands that is ``max`` and ``min`` while a model is traced, in a module that takes a second to
-    import."""
-    return importlib.import_module("torch._export.non_strict_utils"), "_tensor_min_max"
+def overriding() -> tuple[Any, str]:
+    """Where the function stands that puts others in the place of ``max``, ``min`` and ``math.pow`` while a model is
+    traced, in a module that takes a second to import."""
+    return importlib.import_module(_EXPORT), "_override_builtin_ops"
 
 
 def graph_module(graph: fx.Graph) -> fx.GraphModule:

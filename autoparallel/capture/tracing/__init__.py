@@ -14,7 +14,7 @@
   ``refused_calls``: of functions that do what no program does;
   ``drawn_numbers`` and ``drawn_scalars``: what is drawn one by one;
   ``tensor_attributes``: what the user has set on tensors; ``values_read``: what torch's own functions read of values;
-  ``open_numbers``: functions of torch that fix numbers, composed of those that do not;
+  ``open_numbers``: functions of torch that fix numbers, composed of those that do not; ``extremes``: ``max``, ``min``;
   ``numbers_read``: what Python reads, and ``inputs_read``: what of that follows from the inputs;
   ``unique_values``: as many as there are; ``packed_sequences``: for recurrent layers.
 """

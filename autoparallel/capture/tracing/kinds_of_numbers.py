@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -103,51 +103,13 @@ def _divmod(x: Any, y: Any, /) -> Any:
     return (x // y, x % y) if {type(x), type(y)} & KINDS.keys() else divmod(x, y)
 
 
-def _max(*values: Any, **options: Any) -> Any:
-    """As ``max``, which asks which number is the larger one."""
-    return _reduce(torch.sym_max, max, values, options)
-
-
-def _min(*values: Any, **options: Any) -> Any:
-    """As ``min``."""
-    return _reduce(torch.sym_min, min, values, options)
-
-
-def _choose(of_two: Any, x: Any, y: Any) -> Any:
-    """The larger or the smaller one of two numbers, as Python chooses it: the second one where it is, which NaN is not.
-    What torch chooses does not tell which one came first."""
-    trace = listening()
-    if trace is None or not any(_torch.export.is_read(number, trace.numbers) for number in (x, y)):
-        return of_two(x, y)
-    first, second = (torch.scalar_tensor(number, dtype=torch.float64) for number in (x, y))
-    is_second = second > first if of_two is torch.sym_max else second < first
-    return torch.ops.aten.item.default(torch.where(is_second, second, first))
-
-
-def _reduce(of_two: Any, original: Any, values: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    if len(values) == 1 and isinstance(values[0], list | tuple | Generator):
-        values = ([*values[0]],)
-    numbers = values[0] if len(values) == 1 and isinstance(values[0], list) else values
-    if options.keys() <= {"default"} and _are_open(numbers):
-        return functools.reduce(lambda x, y: _choose(of_two, x, y), numbers)
-    return original(*values, **options)
-
-
-def _are_open(values: Sequence[Any]) -> bool:
-    """Whether some numbers are known only when the program runs, at least one of them."""
-    kinds = {*map(type, values)}
-    if len(values) < 2 or not kinds <= {torch.SymFloat, torch.SymInt, float, int}:
-        return False
-    return torch.SymFloat in kinds or float in kinds and any(_torch.export.is_read(x) for x in values)
-
-
 def _len(value: Any, /) -> Any:
     """As ``len``, which must return an ``int``: of a tensor the size of its first dim, which may be open."""
     return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else len(value)
 
 
 STAND_INS: Mapping[str, Any] = {
-    "isinstance": _is_instance, "type": _Type, "divmod": _divmod, "max": _max, "min": _min, "len": _len,
+    "isinstance": _is_instance, "type": _Type, "divmod": _divmod, "len": _len,
 }  # fmt: skip
 """What stands for functions of Python in modules of the user's while models are traced."""
 

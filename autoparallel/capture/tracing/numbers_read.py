@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -84,40 +83,6 @@ def _is_same(x: torch.SymFloat, other: Any) -> bool:
     return other is x or isinstance(other, torch.SymFloat) and bool(other.node.expr == x.node.expr)
 
 
-def _choose_tensor(
-    _: Trace, original: Any, *values: Any, real_callable: Any, tensor_callable: Any, **options: Any
-) -> Any:
-    """The largest or the smallest of tensors of one element and numbers, as ``max`` and ``min`` choose it: the first
-    one where several are, and what NaN is not compared with.  Torch's stand-ins give both of two a gradient there.
-
-    Args:
-        original: torch's stand-in for both.
-        real_callable: ``max`` or ``min``.
-        tensor_callable: what ``torch.export`` has in its place for tensors.
-    """
-    if len(values) == 1 and isinstance(values[0], Iterable):
-        values = ([*values[0]],)
-    items = values[0] if len(values) == 1 and isinstance(values[0], list) else values
-    if options or not _are_alike(items):
-        return original(*values, real_callable=real_callable, tensor_callable=tensor_callable, **options)
-    is_better = operator.gt if tensor_callable is torch.maximum else operator.lt
-
-    def better(x: Any, y: Any) -> Any:
-        are_numbers = not isinstance(x, Tensor) and not isinstance(y, Tensor)
-        return real_callable(x, y) if are_numbers else torch.where(is_better(y, x), y, x)
-
-    return functools.reduce(better, items)
-
-
-def _are_alike(items: Sequence[Any]) -> bool:
-    """Whether some values are tensors of one element and one form, and all others numbers that such a tensor holds."""
-    tensors = [x for x in items if isinstance(x, Tensor)]
-    if len({(x.shape, x.dtype, x.device) for x in tensors}) != 1 or tensors[0].numel() != 1:
-        return False
-    kinds = (int, float) if tensors[0].is_floating_point() else (int,)
-    return all(isinstance(x, Tensor) or type(x) in kinds for x in items)
-
-
 def _compare_answers(
     holds: bool, trace: Trace, compares: Callable[[Any, Any], Any], self: torch.SymBool, other: Any
 ) -> Any:
@@ -182,8 +147,3 @@ NAMES: tuple[tuple[Any, str, Any], ...] = (
     replacement(torch.SymBool, "__ne__", partial(_compare_answers, False)),
 )
 """What has no door but its name."""
-
-
-def names_of_export() -> Iterator[tuple[Any, str, Any]]:
-    """What ``torch.export`` has in the place of ``max`` and ``min``, once it is imported."""
-    yield replacement(*_torch.export.choosing(), _choose_tensor)

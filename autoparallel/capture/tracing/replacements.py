@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autoparallel import _torch
+from autoparallel.capture.tracing import extremes
 from autoparallel.capture.tracing.backward_hooks import backward_hook
 from autoparallel.capture.tracing.checks import NAMES as ASKED
 from autoparallel.capture.tracing.drawn_numbers import DRAWS
@@ -24,7 +25,6 @@ from autoparallel.capture.tracing.functions_of_numbers import NAMES as OF_NUMBER
 from autoparallel.capture.tracing.functions_of_numbers import OF_MATH, OF_NUMPY
 from autoparallel.capture.tracing.kinds_of_numbers import names_in_modules
 from autoparallel.capture.tracing.numbers_read import NAMES as NUMBERS_READ
-from autoparallel.capture.tracing.numbers_read import names_of_export
 from autoparallel.capture.tracing.open_numbers import NAMES as OPEN_NUMBERS
 from autoparallel.capture.tracing.packed_sequences import NAMES as PACKED_SEQUENCES
 from autoparallel.capture.tracing.positions import packing_of_transformers
@@ -322,7 +322,7 @@ def replaced_names() -> Iterator[None]:
 def _names() -> Iterator[tuple[Any, str, Any]]:
     """The names that are replaced, by what has them, with what stands there."""
     yield from _NAMES
-    yield from names_of_export()
+    yield from extremes.names()
     yield from packing_of_transformers()
     yield from spans_of_transformers()
     yield from names_of_triton()

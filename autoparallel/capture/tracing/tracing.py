@@ -190,11 +190,12 @@ def _number(trace: Trace, func: Any, place: int | str, x: Any) -> Any:
 def _takes_numbers(name: str, place: int | str) -> bool:
     """Whether all operators of a name take a number at a place, or under a keyword, where they take anything."""
     operators = getattr(torch.ops.aten, name, None)
-    schemas = [getattr(operators, overload)._schema for overload in operators.overloads()] if operators else []
+    if not isinstance(operators, torch._ops.OpOverloadPacket):
+        return False
     arguments = [
         argument
-        for schema in schemas
-        for i, argument in enumerate(schema.arguments)
+        for overload in operators.overloads()
+        for i, argument in enumerate(getattr(operators, overload)._schema.arguments)
         if argument.name == place or i == place and not argument.kwarg_only
     ]
     types = [str(argument.type).removeprefix("Optional[").removeprefix("List[").rstrip("]") for argument in arguments]

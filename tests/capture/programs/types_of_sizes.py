@@ -3,6 +3,7 @@ a batch has one row."""
 
 from __future__ import annotations
 
+import math
 import numbers as kinds
 from typing import Any
 
@@ -57,6 +58,20 @@ class AsksForOneRow(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
         return self.b(h - h.mean(0) if x.shape[0] > 1 else h)
+
+
+@program(batch=one_row_at_last)
+class RaisesToAPower(Two):
+    """``math.pow`` gives a float, also of whole numbers, and no complex number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        squared = math.pow(x.shape[0], 2)
+        assert isinstance(squared, float) and isinstance(math.pow(2, 3), float)
+        try:
+            root = math.pow(-8, 1 / 3)
+        except ValueError:
+            root = 2.0
+        return self.b(self.a(x)) * root + torch.tensor(squared).dtype.itemsize + torch.tensor(squared)
 
 
 @program(batch=one_row_at_last)
