@@ -312,7 +312,9 @@ class _Walk:
         return isinstance(size, _SYMBOLIC) and not size.node.expr.free_symbols.isdisjoint(self.batches)
 
     def grows(self, size: Any) -> bool:
-        """Whether such numbers of microbatches add up to that of the batch."""
+        """Whether such numbers of microbatches add up to that of the batch, which answers do not."""
+        if isinstance(size, torch.SymBool):
+            return False
         twice = size.node.expr.subs({symbol: 2 * symbol for symbol in self.batches})
         return bool(sympy.expand(twice - 2 * size.node.expr) == 0)
 

@@ -60,6 +60,13 @@ class AsksForOneRow(Two):
         return self.b(h - h.mean(0) if x.shape[0] > 1 else h)
 
 
+@program(batch=one_row_at_last, ranks=True)
+class MakesTensorsOfAnswers(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        more = torch.tensor([x.shape[0] > 2, x.shape[-1] > 2])
+        return self.b(self.a(x)) * more.sum() + torch.tensor(x.shape[0] > 1).double()
+
+
 @program(batch=one_row_at_last)
 class RaisesToAPower(Two):
     """``math.pow`` gives a float, also of whole numbers, and no complex number."""
