@@ -105,7 +105,7 @@ class GlobalsRead(Watcher):
         self._closures: set[Hashable] = set()
         self._caches: list[Any] = []
         self._new_modules: set[int] = set()
-        self._problem = ""
+        self._problems: list[tuple[str, Variable | None]] = []
         self.draws = Draws()  # also of a run that does not begin
         self.shown: dict[str, str] = {}
 
@@ -149,8 +149,9 @@ class GlobalsRead(Watcher):
                 if all(variables):
                     raise VariablesChangedError(refused, [x for several in variables for x in several])
                 raise refused
-            if self._problem:
-                raise CaptureError(self._problem)
+            for problem, variable in self._problems:
+                if not is_left(variable):
+                    raise CaptureError(problem)
 
     def forget_cached(self) -> None:
         """Empties the caches of functions that the run has called: they hold its tensors."""
@@ -248,9 +249,9 @@ class GlobalsRead(Watcher):
             return _is_executed(code, table)
         return not is_installed(code.co_filename) or str(table.get("__name__")).partition(".")[0] in self._packages
 
-    def _refuse(self, problem: str) -> None:
-        """Keeps the first problem, for when the model's call is over."""
-        self._problem = self._problem or problem
+    def _refuse(self, problem: str, variable: Variable | None = None) -> None:
+        """Keeps a problem for when the model's call is over: it is none where the call has made the variable."""
+        self._problems.append((problem, variable))
 
     def _note_globals(self, frame: types.FrameType, loads: Loads) -> None:
         table, chains = frame.f_globals, loads.globals
@@ -469,19 +470,20 @@ class GlobalsRead(Watcher):
         # Of an installed package only numbers and the like are watched: its registries are no model's state.
         if isinstance(value, types.ModuleType) or not is_plain(value) and is_installed(frame.f_code.co_filename):
             return
-        self._require_usable(label, value, frame)
+        self._require_usable(label, value, frame, variable)
         if isinstance(value, Iterator):
             self._refuse(
                 f"the model reads {label}, a {type(value).__name__} that has another value at every call, in "
-                f"{line_of_frame(frame)}\nWhat to change: take the value outside of the model and pass it in."
+                f"{line_of_frame(frame)}\nWhat to change: take the value outside of the model and pass it in.",
+                variable,
             )
             return
         self._roots[key] = Root(key, label, read, write, variable, find, line_of_frame(frame))
 
-    def _require_usable(self, label: str, value: Any, frame: types.FrameType) -> None:
+    def _require_usable(self, label: str, value: Any, frame: types.FrameType, variable: Variable | None = None) -> None:
         """Refuses to use what no copy can be made of."""
         if is_unusable(value) and not is_installed(frame.f_code.co_filename):
-            self._refuse(str(refused_use(label, value, line_of_frame(frame))))
+            self._refuse(str(refused_use(label, value, line_of_frame(frame))), variable)
 
 
 def _is_executed(code: types.CodeType, table: Mapping[str, Any]) -> bool:

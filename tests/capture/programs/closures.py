@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from functools import partial
 from typing import Any
@@ -97,3 +98,17 @@ def what_a_function_reaches_is_replaced(run: Run) -> None:
     for step in range(STEPS):
         layer, scale = (second if step == 1 else first), 1.0 + step
         run.step(model, optimizer, step)
+
+
+@program()
+class ReadsItsOwnIterators(Two):
+    """Functions inside read them, among which Python 3.11 counts comprehensions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns, scales, count = iter(x.unbind(1)), iter([0.5, 2.0, 3.0]), itertools.count()
+
+        def scale() -> float:
+            return next(scales) + next(count)
+
+        x = torch.stack([next(columns) * (i + 1) if i % 2 else next(columns).sin() for i in range(x.shape[1])], 1)
+        return self.b(self.a(x) * scale()) * scale()
