@@ -61,7 +61,7 @@ class FakeInputs:
                 leaves.append(spec)
                 dynamic.append(None)
         self.arguments = pytree.tree_unflatten(leaves, in_spec)
-        self.shapes = _shapes_of(self.arguments, leaves, dynamic)
+        self.shapes = _shapes_of(self.arguments, leaves, dynamic) if leaves else None  # which export goes through
         self.ids = {*map(id, leaves)}
         self.numbers = {i: spec.value for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)}
         self.requiring = [i for i, s in enumerate(specs) if isinstance(s, InputSpec) and s.is_to_require]

@@ -119,3 +119,16 @@ def a_module_is_passed_in() -> nn.Module:
 @program(batch=lambda step: (numbers(8, 8, seed=step), Kind.WIDE), refused=r"attribute of the model", line=False)
 def an_enum_is_passed_in() -> nn.Module:
     return TakesAny()
+
+
+@program(batch=lambda step: (), ranks=True)
+class IsGivenNothing(Two):
+    """As what fits a picture, or solves an equation at points of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("points", torch.linspace(-1, 1, 32).view(4, 8))
+        self.level = nn.Parameter(torch.ones(4, 1))
+
+    def forward(self) -> Tensor:
+        return self.b(torch.tanh(self.a(self.points))) * self.level
