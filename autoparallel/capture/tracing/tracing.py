@@ -101,16 +101,6 @@ def _view(_: Trace, view: Any, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(_VIEW_ERROR) from error
 
 
-def _squeeze(_: Trace, squeeze: Any, *args: Any, **kwargs: Any) -> Any:
-    """The same, which asks of open sizes whether they are 1, as a model does."""
-    x, *named = args or (kwargs["input"],)
-    dims = kwargs.get("dim", named[0] if named else range(x.ndim))
-    for dim in dims if isinstance(dims, tuple | list | range) else (dims,):
-        if isinstance(dim, int) and -x.ndim <= dim < x.ndim and isinstance(x.shape[dim], torch.SymInt):
-            _torch.export.note_of_one(x.shape[dim] == 1, False)
-    return squeeze(*args, **kwargs)
-
-
 def _cast(trace: Trace, cast: Any, *args: Any, **kwargs: Any) -> Any:
     """The tensor itself, where that is what comes of it: of one that the model holds in a list the call would be taken
     for one of another trace."""
@@ -130,8 +120,6 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.flatten: _cast,
     torch.positive: _cast,
     torch.Tensor.view: _view,
-    torch.Tensor.squeeze: _squeeze,
-    torch.squeeze: _squeeze,
     **FOLLOWED,
     **CHECKED,
     **READS,

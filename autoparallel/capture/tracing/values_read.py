@@ -3,7 +3,7 @@
 ``torch.cov`` asks whether its divisor is positive, ``torch.combinations`` which of all pairs are ordered, a batch norm
 without a momentum for how many batches it has seen, ``torch.bincount`` for the largest value, and ``nn.Transformer``
 whether a mask is the causal one.  All of it is known without the values, is a tensor, or changes nothing of what is
-computed.
+computed.  ``squeeze`` asks which sizes are 1.
 """
 
 from __future__ import annotations
@@ -26,8 +26,18 @@ from autoparallel.capture.tracing.trace import Trace
 from autoparallel.operators.ctc import ctc_losses
 
 
+def _squeeze(_: Trace, squeeze: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same, which asks of open sizes whether they are 1, as a model does."""
+    x, *named = args or (kwargs["input"],)
+    dims = kwargs.get("dim", named[0] if named else range(x.ndim))
+    for dim in dims if isinstance(dims, tuple | list | range) else (dims,):
+        if isinstance(dim, int) and -x.ndim <= dim < x.ndim and isinstance(x.shape[dim], torch.SymInt):
+            _torch.export.note_of_one(x.shape[dim] == 1, False)
+    return squeeze(*args, **kwargs)
+
+
 def _cov(
-    _: Trace, func: Any, input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None
+    trace: Trace, func: Any, input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None
 ) -> Tensor:
     """The covariances of variables, each a row of observations; of one variable, its variance."""
     if input.ndim > 2 or not input.numel():
@@ -43,7 +53,7 @@ def _cov(
     centred = rows - (weigh(rows).sum(1) / total).unsqueeze(1)
     divisor = total - degrees
     divisor = divisor.clamp(min=0) if isinstance(divisor, Tensor) else max(divisor, 0)
-    return (centred @ weigh(centred).T.conj() / divisor).squeeze()
+    return _squeeze(trace, Tensor.squeeze, centred @ weigh(centred).T.conj() / divisor)
 
 
 def _corrcoef(trace: Trace, func: Any, input: Tensor) -> Tensor:
@@ -135,6 +145,7 @@ def _ctc_loss(
 
 
 READING: dict[Any, Callable[..., Any]] = {
+    Tensor.squeeze: _squeeze, torch.squeeze: _squeeze,
     torch.cov: _cov, Tensor.cov: _cov, torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef,
     torch.bincount: _bincount, Tensor.bincount: _bincount,
     torch.masked_select: _masked_select, Tensor.masked_select: _masked_select,

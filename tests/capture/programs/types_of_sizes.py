@@ -102,6 +102,15 @@ class DropsAllThatIsOne(Two):
         return torch.squeeze(self.b(self.a(x))[:, None]).sum(0)
 
 
+@program(batch=one_row_at_last)
+class CovariancesOfItsRows(Two):
+    """Of one row it is a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h).sum() * torch.cov(h) + torch.corrcoef(h).sin()
+
+
 @program(batch=lengths, ranks=True)
 class CountsByLen(Two):
     """``len()`` of a tensor is the size of its first dim, and as open as that."""
