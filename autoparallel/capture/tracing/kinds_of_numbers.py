@@ -11,24 +11,28 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from autoparallel import _torch
 from autoparallel._torch.numbers import KINDS
 from autoparallel.capture.tracing.trace import listening
+from autoparallel.graph.arrays import Array
 from autoparallel.graph.python_state import is_installed, is_library
+
+_STAND_FOR: dict[type, type] = {**KINDS, Array: np.ndarray}
 
 
 def _is_instance(value: Any, kinds: Any, /) -> bool:
     """As ``isinstance``."""
-    kind = KINDS.get(type(value))
+    kind = _STAND_FOR.get(type(value))
     return isinstance(value, kinds) or kind is not None and issubclass(kind, kinds)
 
 
 class _Asking(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         value = type(*args, **kwargs)
-        return cls if value is type else KINDS.get(value, value)  # type(nn.Module) is type
+        return cls if value is type else _STAND_FOR.get(value, value)  # type(nn.Module) is type
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, type)
@@ -108,9 +112,7 @@ def _len(value: Any, /) -> Any:
     return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else len(value)
 
 
-STAND_INS: Mapping[str, Any] = {
-    "isinstance": _is_instance, "type": _Type, "divmod": _divmod, "len": _len,
-}  # fmt: skip
+STAND_INS: Mapping[str, Any] = {"isinstance": _is_instance, "type": _Type, "divmod": _divmod, "len": _len}
 """What stands for functions of Python in modules of the user's while models are traced."""
 
 

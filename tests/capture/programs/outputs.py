@@ -251,7 +251,9 @@ class ArraysOfNumpy(nn.Module):
         weights = h.softmax(-1)
         self.maps.append(weights.detach().cpu().numpy())
         self.last = weights.mean(0).data.numpy()
-        return self.b(h * weights), weights.data.numpy()
+        array = weights.data.numpy()
+        is_array = isinstance(array, np.ndarray) and type(array) is np.ndarray
+        return self.b(h * weights) * (2 if is_array else 1), array
 
 
 @program(refused="compute what they do of it in the loop")
