@@ -31,6 +31,11 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
+@torch.library.impl("autoparallel::leaf", "CompositeExplicitAutograd", lib=_LIBRARY)
+def _(x: Tensor) -> Tensor:
+    return x.clone()  # of a constant of the trace, whose value torch follows
+
+
 @torch.library.register_fake("autoparallel::derivative", lib=_LIBRARY)
 def _(outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor], follows: bool) -> list[Tensor]:
     return [torch.empty_like(x) for x in inputs]

@@ -15,10 +15,12 @@ import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cache, partial
+from inspect import unwrap
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn.utils import stateless
 
 from autoparallel import _torch
 from autoparallel.capture.python.changes import StateChangedError, VariablesChangedError, refused_past_the_model
@@ -62,6 +64,7 @@ from autoparallel.graph.variables import Attribute, Cell, Default, Global, Varia
 
 _CACHE = type(cache(len))
 _CALL, _INIT = torch.nn.Module._call_impl.__code__, torch.nn.Module.__init__.__code__
+_FUNCTIONAL_CALLS = tuple(unwrap(f).__code__ for f in (torch.func.functional_call, stateless.functional_call))
 _LOG = logging.Logger._log.__code__
 _COLLECTIONS = (list, tuple, set, frozenset)
 
@@ -202,6 +205,9 @@ class GlobalsRead(Watcher):
         if code is _CALL:
             module = frame.f_locals["self"]
             self._note_module(module, type(module).__name__, frame)
+        elif code in _FUNCTIONAL_CALLS:  # before the module has what it is called with
+            module = frame.f_locals["module"]
+            self._note_module(module, type(module).__name__, _caller_of(frame))
         elif code is _INIT:
             self._new_modules.add(id(frame.f_locals["self"]))
         entry = self._codes.get(id(code))
@@ -500,6 +506,13 @@ def _is_stand_in(value: Any) -> bool:
         return value.__module__.startswith("autoparallel.capture.")
     code = getattr(value, "__code__", None)
     return isinstance(code, types.CodeType) and code.co_filename.startswith(OURS)
+
+
+def _caller_of(frame: types.FrameType) -> types.FrameType:
+    """The function of the user's that called one of an installed package, through others of such or not."""
+    while frame.f_back is not None and is_installed(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def _is_of_trace(value: Any) -> bool:

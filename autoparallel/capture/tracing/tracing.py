@@ -136,6 +136,8 @@ _WITHOUT_VALUES = OF_FORM | MADE_LIKE | {
     _torch.autograd.SET_REQUIRES_GRAD,
 }  # fmt: skip
 """What makes nothing of a tensor's values, so that nothing of it has a gradient either."""
+_WITH_FIRST_VALUES = {_T.to, _T.type_as, _T.expand_as, _T.view_as, _T.reshape_as}
+"""What makes so much of its first argument alone."""
 
 
 class _Listener(TorchFunctionMode):
@@ -147,7 +149,7 @@ class _Listener(TorchFunctionMode):
         if not self.trace.listening:
             return func(*args, **(kwargs or {}))
         if func not in _WITHOUT_VALUES:
-            self.trace.note_read((*args, *(kwargs or {}).values()))
+            self.trace.note_read(args[:1] if func in _WITH_FIRST_VALUES else (*args, *(kwargs or {}).values()))
         call = partial(_call, HANDLERS.get(func, _run), self.trace, func)
         try:
             if self.trace.inputs is None:

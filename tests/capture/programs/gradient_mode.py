@@ -459,3 +459,16 @@ class KeepsWhatNoGradReturnsAsItIs(Two):
             with torch.enable_grad():
                 inside = same.exp()
         return self.b(same) + pair[1] * inside + copied.float() * turned.t()
+
+
+@program(ranks=True)
+class AConstantThatRequiresOne(Two):
+    """The time of a flow, whose value torch follows through the trace."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time = torch.tensor(0.5).type_as(x)
+        x.requires_grad_()
+        time.requires_grad_()
+        flow = torch.tanh(self.a(x)) * time
+        (slope,) = torch.autograd.grad(flow.sum(), x, create_graph=True)
+        return self.b(flow) + slope

@@ -516,6 +516,7 @@ class RequiresOneAfterItsForm(Two):
     def forward(self, x: Tensor) -> Tensor:
         assert len(x) and x.dtype is torch.float64
         noise = torch.zeros_like(x) + torch.full_like(x, 0.1) * x.new_ones(x.shape)
+        noise = noise + torch.zeros(len(x), 1).to(x).expand_as(x) + torch.ones(8).type_as(x)
         x.requires_grad_()
         energy = self.b(torch.tanh(self.a(x + noise)))
         (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -395,3 +396,33 @@ class ProductsWithVectorsUnderVmap(Field):
 class FunctionOfItsOwnUnderVmap(Field):
     def forward(self, x: Tensor) -> Tensor:
         return vmap(lambda row: Doubles.apply(self.a(row)))(x)  # refused
+
+
+class Normed(nn.Linear):
+    """A layer of the user's, whose forward runs while the module has other weights."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x)).tanh()
+
+
+@program(ranks=True)
+class VmapOfLayersOfTheUsers(nn.Module):
+    """An ensemble of those, as its base is, or handed to vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(Normed(), nn.Linear(8, 4)) for _ in range(3)]
+        weights, _ = torch.func.stack_module_state(layers)  # type: ignore[arg-type]
+        self.names = list(weights)
+        self.weights = nn.ParameterList(weights.values())
+        self.base = [layers[0]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = dict(zip(self.names, self.weights, strict=True))
+        mapped = vmap(partial(functional_call, self.base[0]), (0, None))
+        first = functional_call(self.base[0], {name: w[0] for name, w in weights.items()}, x)
+        return mapped(weights, x).mean(0) + first
