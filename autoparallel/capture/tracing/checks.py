@@ -4,6 +4,7 @@ No trace has the values that it asks for.  Where one of both answers only raises
 goes the other way, as it does for ``torch._check``, and a warning names the line: a program that raised on some ranks
 only would leave the others waiting.  Which way that is, Python's instructions say: of the two answers that a tensor may
 give, exactly one must lead to nothing but an error, which nobody between the check and the call of the model may catch.
+So it goes past an ``if`` that only prints, logs or warns.
 
 Any other question with two answers becomes an output of the trace, which is made once for each (see
 ``functional.ways``).
@@ -11,11 +12,12 @@ Any other question with two answers becomes an output of the trace, which is mad
 
 from __future__ import annotations
 
+import ast
 import dis
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from torch.distributions import Distribution, constraints
 from autoparallel import _torch
 from autoparallel.capture.tracing.drawn_scalars import number_of
 from autoparallel.capture.tracing.errors import is_caught
+from autoparallel.capture.tracing.messages import showing_if
 from autoparallel.capture.tracing.stand_ins import replacement
 from autoparallel.capture.tracing.trace import Trace
 from autoparallel.graph.input_values import mapped
@@ -36,6 +39,9 @@ _LISTENING = f"{OURS}capture/tracing/"
 
 CHECK = "a check of values, which eager makes at every call"
 """What a trace leaves out where one of two answers only raises."""
+
+SHOWN = "what is printed, logged or warned of by values"
+"""What a trace leaves out where an answer decides about nothing else."""
 
 _MODULES_OF_TORCH = f"{_torch.export.FOLDER}nn/"
 """They leave out what would run on no rows, which then gets no gradient: adaptive softmax, whose ways are too many."""
@@ -53,10 +59,15 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     tensor, *others = (*args, *kwargs.values())
     if frame is None or getattr(tensor, "constant", None) is not None:
         return func(*args, **kwargs)
-    passes = True if _is_of_constraint(frame) else _passing_answer(frame.f_code, frame.f_lasti, func is _has)
+    instructions = list(dis.get_instructions(frame.f_code))
+    ways = _ways_from(instructions, frame.f_lasti, func is _has)
+    passes = True if _is_of_constraint(frame) else ways and _passing_answer(instructions, ways)
     if passes is not None and not is_caught(frame):
         trace.left_out[line_of_frame(frame)] = CHECK
         return passes
+    if ways is not None and (statement := showing_if(frame)) is not None:
+        trace.left_out[line_of_frame(frame)] = SHOWN
+        return _silent_answer(instructions, ways, statement)
     if func in _EQUAL and tensor.shape != others[0].shape:
         return False  # whatever they hold
     alone = func is not _SYM_BOOL and not others
@@ -143,14 +154,12 @@ CHECKED: dict[Any, Callable[..., Any]] = dict.fromkeys(
 """The functions that ask for a value, with what takes their place while a model is traced."""
 
 
-def _passing_answer(code: CodeType, offset: int, of_in: bool) -> bool | None:
-    """The answer to what an instruction asks with which nothing is raised; None where not exactly one answer leads
-    to nothing but an error.
+def _ways_from(instructions: Sequence[dis.Instruction], offset: int, of_in: bool) -> tuple[int, int] | None:
+    """Where Python goes on from an instruction that asks: where the answer is True, and where it is False.
 
     Args:
         of_in: whether the answer is that of ``in``; that of an element of a list that ``in`` looks through is not.
     """
-    instructions = list(dis.get_instructions(code))
     at = bisect_right(instructions, offset, key=lambda x: x.offset) - 1  # a call may stand at its cache, behind it
     if instructions[at].opname.startswith(("CALL", "PRECALL", "COMPARE_OP")):  # from 3.13 on, a comparison asks itself
         at += 1
@@ -162,12 +171,33 @@ def _passing_answer(code: CodeType, offset: int, of_in: bool) -> bool | None:
     jump = instructions[at]
     if not jump.opname.startswith("POP_JUMP") or not jump.opname.endswith(("_IF_TRUE", "_IF_FALSE")):
         return None
-    true, false = jump.argval, instructions[at + 1].offset
-    if jump.opname.endswith("FALSE"):
-        true, false = false, true
-    if (raises := _only_raises(instructions, true)) == _only_raises(instructions, false):
-        return None
-    return is_negated if raises else not is_negated
+    ways = jump.argval, instructions[at + 1].offset
+    return ways[::-1] if jump.opname.endswith("FALSE") ^ is_negated else ways
+
+
+def _passing_answer(instructions: Sequence[dis.Instruction], ways: tuple[int, int]) -> bool | None:
+    """The answer with which nothing is raised; None where not exactly one answer leads to nothing but an error."""
+    raises, passes = (_only_raises(instructions, way) for way in ways)
+    return None if raises == passes else not raises
+
+
+def _silent_answer(instructions: Sequence[dis.Instruction], ways: tuple[int, int], statement: ast.If) -> bool:
+    """The answer that is farther from what a statement shows: past it, or else in its test."""
+    where = {x.offset: x.positions for x in instructions}
+    true, false = (_distance(where[way], statement) for way in ways)
+    return true > false
+
+
+def _distance(place: dis.Positions | None, statement: ast.If) -> int:
+    """0 in the body of a statement, 1 in its test, 2 past it."""
+    start = (place.lineno, place.col_offset) if place is not None else (None, None)
+    if start[0] is None or start[1] is None:
+        return 2
+    for distance, part in enumerate((statement.body[0], statement.test)):
+        last = statement.body[-1] if part is statement.body[0] else part
+        if (part.lineno, part.col_offset) <= start < (last.end_lineno, last.end_col_offset):
+            return distance
+    return 2
 
 
 def _only_raises(instructions: Sequence[dis.Instruction], offset: int) -> bool:

@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
+
+import torch
 
 from autoparallel.capture.tracing.errors import (
     CONTEXT_MANAGER,
@@ -77,6 +79,18 @@ def is_message(frame: FrameType, made_by: CodeType | None = None) -> bool:
         elif not scope.makes_text(expression):
             return False
     return scope.is_told(path)
+
+
+def showing_if(frame: FrameType) -> ast.If | None:
+    """The ``if`` whose test a frame's instruction belongs to, where nothing but what is shown follows from that."""
+    path = path_of(frame) or []
+    at = next((i for i in range(len(path) - 1, -1, -1) if isinstance(path[i], ast.stmt)), 0)
+    statement = path[at] if path else None
+    if not isinstance(statement, ast.If) or statement.orelse:
+        return None
+    scope = _scope_of(frame, path)
+    shows = all(scope.only_shows(x, path[: at + 1]) for x in statement.body)
+    return statement if shows and scope.changes_nothing(statement.test) else None
 
 
 @dataclass
@@ -195,6 +209,31 @@ class _Scope:
             is_logged = self.value_of(call.func.value.func) is logging.getLogger
         is_printed = function is print and not any(x.arg in ("file", None) for x in call.keywords)
         return False if is_logged or is_printed else None
+
+    def only_shows(self, statement: ast.stmt, path: Sequence[ast.AST]) -> bool:
+        """Whether a statement, behind a path, prints, logs or warns, and does nothing else."""
+        call = statement.value if isinstance(statement, ast.Expr) else None
+        if not isinstance(call, ast.Call):
+            return isinstance(statement, ast.Pass)
+        raised = self.value_of(call.func) is warnings.warn
+        if not raised and self.shows(call) is not False or self.is_overheard(path, raised):
+            return False
+        return all(self.changes_nothing(x) for x in (*call.args, *(x.value for x in call.keywords)))
+
+    def changes_nothing(self, expression: ast.expr) -> bool:
+        """Whether an expression is known to be made of nothing but values, questions and texts."""
+        calls = [x for x in ast.walk(expression) if isinstance(x, ast.Call)]
+        others = any(isinstance(x, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) for x in ast.walk(expression))
+        return not others and all(self.makes_text(x) or self._asks_of_tensors(x) for x in calls)
+
+    def _asks_of_tensors(self, call: ast.Call) -> bool:
+        """Whether a call has the name of a function of tensors that writes nothing, and is none of the user's."""
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        function = self.value_of(call.func)
+        of_torch = isinstance(function, BuiltinFunctionType | FunctionType | MethodType | None) and (
+            function is None or (function.__module__ or "torch").startswith("torch")
+        )
+        return of_torch and hasattr(torch.Tensor, name) and not name.endswith("_")
 
     def is_overheard(self, path: Sequence[ast.AST], raised: bool = True) -> bool:
         """Whether the model reads what is raised, or has what is shown, at the end of a path in it."""

@@ -136,7 +136,9 @@ _WITHOUT_VALUES = OF_FORM | MADE_LIKE | {
     _torch.autograd.SET_REQUIRES_GRAD,
 }  # fmt: skip
 """What makes nothing of a tensor's values, so that nothing of it has a gradient either."""
-_WITH_FIRST_VALUES = {_T.to, _T.type_as, _T.expand_as, _T.view_as, _T.reshape_as}
+_WITH_FIRST_VALUES = {
+    torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.expand_as, torch.Tensor.view_as, torch.Tensor.reshape_as
+}  # fmt: skip
 """What makes so much of its first argument alone."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from typing import Any
 
 import torch
@@ -343,3 +345,46 @@ class CountsAndDraws(SetUp):
         if self.ready.item() % 4:  # refused
             self.noise.copy_(torch.rand_like(self.noise))
         return self.b(h + self.noise)
+
+
+LOGGER = logging.getLogger(__name__)
+DEBUG = False
+
+
+@program(batch=signed, ranks=True)
+class AsksOnlyToTell(Two):
+    """More often than ways may be: nothing but what is shown follows from it."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.a(x)
+        results = {"a": h, "b": self.b(h), "c": h.tanh(), "d": x.exp()}
+        for name in results:
+            if (torch.isnan(results[name]).any() or torch.isinf(results[name]).any()) and DEBUG:
+                print(f"{name} has nan or inf")
+        if not h.isfinite().all():
+            warnings.warn("not finite", stacklevel=2)
+        if h.norm() < 100 and h.abs().max() < 100:
+            LOGGER.debug("small: %s", h.mean())
+        return results
+
+
+@program(batch=signed)
+class TellsAndComputes(Two):
+    """A test that changes something, a call of the user's, or a second statement is a way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("asked", torch.zeros(()))
+
+    def count(self, x: Tensor) -> Tensor:
+        self.asked += 1
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if (h > 0).all() or self.count(h).amin() > 100:
+            LOGGER.debug("positive")
+        if h.sum() > 0:
+            h = h * 2
+            LOGGER.debug("doubled")
+        return self.b(h)
