@@ -154,6 +154,9 @@ CHECKED: dict[Any, Callable[..., Any]] = dict.fromkeys(
 """The functions that ask for a value, with what takes their place while a model is traced."""
 
 
+_Part = ast.stmt | ast.expr
+
+
 def _ways_from(instructions: Sequence[dis.Instruction], offset: int, of_in: bool) -> tuple[int, int] | None:
     """Where Python goes on from an instruction that asks: where the answer is True, and where it is False.
 
@@ -193,9 +196,12 @@ def _distance(place: dis.Positions | None, statement: ast.If) -> int:
     start = (place.lineno, place.col_offset) if place is not None else (None, None)
     if start[0] is None or start[1] is None:
         return 2
-    for distance, part in enumerate((statement.body[0], statement.test)):
-        last = statement.body[-1] if part is statement.body[0] else part
-        if (part.lineno, part.col_offset) <= start < (last.end_lineno, last.end_col_offset):
+    parts: tuple[tuple[_Part, _Part], ...] = (
+        (statement.body[0], statement.body[-1]),
+        (statement.test, statement.test),
+    )
+    for distance, (first, last) in enumerate(parts):
+        if (first.lineno, first.col_offset) <= start < (last.end_lineno, last.end_col_offset):
             return distance
     return 2
 
