@@ -237,3 +237,16 @@ class ClassificationOfSelectedTargets(Two):
         targets, mask = x[:, :2].argsort(-1) + 1, x[:, :2] > -0.5
         lengths = torch.full((len(x),), 3)
         return nn.CTCLoss(zero_infinity=True)(odds, targets.masked_select(mask), lengths, mask.sum(-1))
+
+
+@program(ranks=True)
+class ReturnsAHistogram(nn.Module):
+    """Of what is differentiated, which a histogram is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.a(x)
+        return self.b(h), torch.histc(h, 5, -1, 1)
