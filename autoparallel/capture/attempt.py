@@ -348,7 +348,7 @@ class Attempt:
         finally:
             self.reads_values |= has_unknown_sizes(self.mode) or any(run.reads_values for run in self.rehearsals)
             torch.set_grad_enabled(before)
-            self._reads.forget_cached()
+            self._reads.places.forget_cached()
             if self._reads.draws.checks:  # which were drawn in the trace, too
                 random.setstate(numbers)
             for recorder in self.copies.recorders:
@@ -479,8 +479,8 @@ class Attempt:
                 raised = raised or error_of_call(failed, *of_model)
                 raise FailsUntraced(explain_failure(failed, *of_model), raised) from failed
         for recorder in self.copies.recorders:
-            reads.require_others(recorder.changed())
-        states = whole.recorder.state(), reads.state(), self.copies.closures.state(), self._attributes.state()
+            reads.places.require_others(recorder.changed())
+        states = whole.recorder.state(), reads.places.state(), self.copies.closures.state(), self._attributes.state()
         for state in (*states, read_of_loss(self.settings.loss_fn)):
             captured.state.merge(state)
         if self._of_next is not None:

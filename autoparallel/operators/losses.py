@@ -47,7 +47,7 @@ def cross_entropy_weight(target: Tensor, weight: Tensor | None, ignore_index: in
     valid = target != ignore_index
     if weight is None:
         return valid.sum().to(dtype)
-    return (weight[target.where(valid, 0)] * valid).sum().to(dtype)
+    return (weight.take(target.where(valid, 0)) * valid).sum().to(dtype)
 
 
 def weighted_mean(total: Tensor, weight: Tensor) -> Tensor:

@@ -9,7 +9,8 @@
 - ``shared_parts``: what cannot be copied.
 - ``closures``: functions and weak references that a model holds, and that reach into it; ``modules_apart`` are those of
   torch that functions reach beside it.
-- ``globals_read``: finds the globals and closures that functions read, and ``draws`` of generators;
+- ``globals_read``: finds the globals and closures that functions read, ``places_read`` what was there, and ``draws`` of
+  generators;
   ``loads`` are what byte code says of a function, ``roots`` the places that it loads from; ``loss_functions`` bring
   more along; ``running_functions`` are behind frames; ``profilers`` are called when functions run.
 """

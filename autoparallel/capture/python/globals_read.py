@@ -12,9 +12,9 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import partial
 from inspect import unwrap
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,46 +23,40 @@ import torch
 from torch.nn.utils import stateless
 
 from autoparallel import _torch
-from autoparallel.capture.python.changes import StateChangedError, VariablesChangedError, refused_past_the_model
+from autoparallel.capture.python.changes import StateChangedError
 from autoparallel.capture.python.closures import partials_of
-from autoparallel.capture.python.containers import is_container, may_change, objects_in
+from autoparallel.capture.python.containers import is_container, may_change
 from autoparallel.capture.python.draws import Draws, drawing_threads
 from autoparallel.capture.python.loads import Loads, loads_of
 from autoparallel.capture.python.modules_apart import (
     attributes_of,
     is_of_tracing,
     modules_apart,
-    refused_change,
     set_attributes,
 )
 from autoparallel.capture.python.observed_classes import is_observed
+from autoparallel.capture.python.places_read import PlacesRead, find_alone
 from autoparallel.capture.python.profilers import Suspended, Watcher, resume
-from autoparallel.capture.python.roots import Finder, Root, attribute_of, find_nothing, holds_settings
+from autoparallel.capture.python.roots import Finder, attribute_of, find_nothing, holds_settings
 from autoparallel.capture.python.running_functions import cells_of_frame, functions_before
-from autoparallel.capture.python.shared_parts import is_unusable, refused_use
-from autoparallel.graph.errors import CaptureError, refusal, refused_draw
+from autoparallel.graph.errors import CaptureError, refused_draw
 from autoparallel.graph.garbage import collected_rarely, count_as_old
-from autoparallel.graph.generators import GENERATORS
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import (
     LIBRARIES,
     MISSING,
     OPAQUE,
     OURS,
-    Attributes,
-    PythonState,
     is_data,
     is_installed,
     is_library,
     is_plain,
     is_users_file,
-    shown,
     slots_of,
 )
 from autoparallel.graph.surroundings import surroundings_of
-from autoparallel.graph.variables import Attribute, Cell, Default, Global, Variable, arguments_of, cells_of, is_left
+from autoparallel.graph.variables import Attribute, Cell, Default, Global, Variable, arguments_of, cells_of
 
-_CACHE = type(cache(len))
 _CALL, _INIT = torch.nn.Module._call_impl.__code__, torch.nn.Module.__init__.__code__
 _FUNCTIONAL_CALLS = tuple(unwrap(f).__code__ for f in (torch.func.functional_call, stateless.functional_call))
 _LOG = logging.Logger._log.__code__
@@ -96,19 +90,16 @@ class GlobalsRead(Watcher):
 
     def __init__(self, owners: list[tuple[Any, Finder]], packages: frozenset[str], model: torch.nn.Module) -> None:
         self._packages, self._surroundings = packages, surroundings_of(model)
+        self.places = PlacesRead(self._surroundings)
         self.names: set[str] = set()
         self._members = {id(x) for x in (*model.modules(), *_torch.tensors.parameters_of(model), *model.buffers())}
         self._classes = {*map(id, (torch.Tensor, torch.nn.Parameter, *map(type, model.modules())))}
-        self._roots: dict[Hashable, Root] = {}
         self._codes: dict[int, tuple[types.CodeType, Loads | None]] = {}
         self._owners: dict[int, tuple[Any, Finder]] = {id(owner): (owner, find) for owner, find in owners}
         arguments = [x for function in partials_of(model) for x in arguments_of(function)]
         self._arguments = [(x.read(), x) for x in arguments if may_change(x.read())]
-        self._links: dict[Hashable, tuple[str, Callable[[], Any], Variable | None]] = {}
         self._closures: set[Hashable] = set()
-        self._caches: list[Any] = []
         self._new_modules: set[int] = set()
-        self._problems: list[tuple[str, Variable | None]] = []
         self.draws = Draws()  # also of a run that does not begin
         self.shown: dict[str, str] = {}
 
@@ -127,17 +118,11 @@ class GlobalsRead(Watcher):
         sys.setprofile(None)
         self._uncollected.__exit__(None, None, None)
         resume(self._before)
-        self.forget_cached()
+        self.places.forget_cached()
         self._suspended.__exit__(None, None, None)
         drawn = self.draws.generators()
         self.draws.put_back()
-        self._links = {k: link for k, link in self._links.items() if k not in self._roots and not is_left(link[2])}
-        self._roots = {key: root for key, root in self._roots.items() if not is_left(root.variable)}
-        changed = [root for root in self._roots.values() if root.changed()]
-        for root in changed:
-            root.now = shown(root.read())
-        for root in reversed(changed):  # what two places have was first looked at before the run changed it
-            root.restore()
+        changed = self.places.put_back()
         if kind is None or issubclass(kind, Exception) and not issubclass(kind, CaptureError):
             if drawn:
                 threads = drawing_threads()
@@ -145,50 +130,7 @@ class GlobalsRead(Watcher):
                     lambda line: refused_draw(" and ".join(drawn), line, threads),
                     lambda _, reads: bool(reads.draws.generators()),
                 )
-            if changed:
-                key, at = changed[0].key, _explain_change(changed[0])
-                refused = StateChangedError(at, lambda _, reads: reads.has_changed(key))
-                variables = [root.find() for root in changed]
-                if all(variables):
-                    raise VariablesChangedError(refused, [x for several in variables for x in several])
-                raise refused
-            for problem, variable in self._problems:
-                if not is_left(variable):
-                    raise CaptureError(problem)
-
-    def forget_cached(self) -> None:
-        """Empties the caches of functions that the run has called: they hold its tensors."""
-        for cached in self._caches:
-            cached.cache_clear()
-
-    def has_changed(self, key: Hashable) -> bool:
-        """Whether a global or cell is not what it was before."""
-        return key in self._roots and self._roots[key].changed()
-
-    def require_others(self, changed: Mapping[Hashable, str]) -> None:
-        """Refuses to read past the model what a call changes in it: a copy changes its own.
-
-        Args:
-            changed: the labels of what it changes, by the id of a list or dict, or of an object and a name.
-        """
-        for root in self._roots.values() if changed else ():
-            places = (root.key, *map(id, objects_in(root.value)))
-            if label := next((changed[place] for place in places if place in changed), ""):
-                raise refused_past_the_model(label, root.label, root.line)
-
-    def state(self) -> PythonState:
-        """What was read."""
-        state = PythonState()
-        for root in self._roots.values():
-            if isinstance(root.variable, Global):
-                label = state.add(root.label, root.variable.owner, root.label, deep=True)
-            else:
-                label = state.watch(root.label, root.read, root.key, deep=True)
-            if type(root.value) in (int, float) or isinstance(root.value, list | dict):
-                state.around[label] = partial(root.look_after, self._surroundings)
-        for key, (label, read, _) in self._links.items():
-            state.watch(label, read, ("link", key))
-        return state
+            self.places.require_unchanged(changed)
 
     # -- while functions run ----------------------------------------------------------------------------------------
 
@@ -255,10 +197,6 @@ class GlobalsRead(Watcher):
             return _is_executed(code, table)
         return not is_installed(code.co_filename) or str(table.get("__name__")).partition(".")[0] in self._packages
 
-    def _refuse(self, problem: str, variable: Variable | None = None) -> None:
-        """Keeps a problem for when the model's call is over: it is none where the call has made the variable."""
-        self._problems.append((problem, variable))
-
     def _note_globals(self, frame: types.FrameType, loads: Loads) -> None:
         table, chains = frame.f_globals, loads.globals
         installed = is_installed(frame.f_code.co_filename)
@@ -273,21 +211,21 @@ class GlobalsRead(Watcher):
                 # A package that fills a table where a type is missing finds for ours what it finds for theirs.
                 by_types = ("type",) in chains and not (installed and name in loads.filled)
                 if not ids.isdisjoint(self._members) or by_types and not ids.isdisjoint(self._classes):
-                    self._refuse(
+                    self.places.refuse(
                         f"the model looks itself up in {name}, a {type(value).__name__} by modules, tensors or types, "
                         f"in {line_of_frame(frame)}: what is traced, a copy, is not among them\n"
                         "What to change: keep what is there in attributes of the modules."
                     )
             self._note_module(value, name, frame)
             if attributes and not is_plain(value) and not is_container(value):
-                find = partial(_alone, variable)
+                find = partial(find_alone, variable)
                 if is_data(value) and not installed:
                     self._owners[id(value)] = value, find  # perhaps it is a method, which reads others
                 if not installed:
-                    self._add_link((id(table), name), name, variable.read)
+                    self.places.add_link((id(table), name), name, variable.read)
                 self._add_chain(name, value, tuple(attributes), frame, find)
             else:
-                self._add_variable(variable, name, frame)
+                self.places.add_variable(variable, name, frame)
 
     def _note_comparisons(self, frame: types.FrameType, chains: frozenset[tuple[str, ...]]) -> None:
         """Refuses the comparison of a ``type(...)`` with a class of the model's modules or of tensors: what is traced
@@ -297,7 +235,7 @@ class GlobalsRead(Watcher):
             for name in chain[1:]:
                 value = getattr(value, name, MISSING)
             if any(id(x) in self._classes for x in (value if isinstance(value, _COLLECTIONS) else (value,))):
-                self._refuse(
+                self.places.refuse(
                     f"the model compares a type with {'.'.join(chain)} in {line_of_frame(frame)}: what is traced is of "
                     f"types that are derived from such\n"
                     f"What to change: isinstance(x, {'.'.join(chain)})."
@@ -313,7 +251,7 @@ class GlobalsRead(Watcher):
                 continue
             label = f"{base.__name__}.{name}"
             if hasattr(vars(base)[name], "__get__"):
-                self._add_link((id(base), name), label, partial(vars(base).get, name, MISSING))
+                self.places.add_link((id(base), name), label, partial(vars(base).get, name, MISSING))
             else:
                 self._add_chain(base.__name__, base, (name,), frame)
 
@@ -333,12 +271,12 @@ class GlobalsRead(Watcher):
             return
         for held, argument in self._arguments:
             if any(x is held for x in values) and not self._is_looked_after(argument):
-                self._add_variable(argument, f"the argument {argument.name}", frame)
+                self.places.add_variable(argument, f"the argument {argument.name}", frame)
         for function in functions_before(frame, names[0]):
             for name in names:
                 default = Default(function, name)
                 if may_change(default.read()) and not self._is_looked_after(default):
-                    self._add_variable(default, f"the default of {name}", frame)
+                    self.places.add_variable(default, f"the default of {name}", frame)
 
     def _note_cells(self, frame: types.FrameType, loads: Loads) -> None:
         values = frame.f_locals
@@ -367,9 +305,9 @@ class GlobalsRead(Watcher):
             if variable is None or self._is_looked_after(variable, name in loads.stored):
                 continue
             if is_link:
-                self._add_link((id(variable.owner), name), name, variable.read, variable)
+                self.places.add_link((id(variable.owner), name), name, variable.read, variable)
             else:
-                self._add_variable(variable, name, frame)
+                self.places.add_variable(variable, name, frame)
 
     def _is_looked_after(self, variable: Variable, is_stored: bool = False) -> bool:
         """Whether a copy of the model has another value of a variable, which it reads unless it only binds it."""
@@ -393,10 +331,10 @@ class GlobalsRead(Watcher):
         """
         name = attributes[0]
         if value is os and name in ("environ", "getenv"):
-            self._add((id(os), "environ"), "os.environ", lambda: dict(os.environ), _leave, frame)
+            self.places.add((id(os), "environ"), "os.environ", lambda: dict(os.environ), _leave, frame)
             return
         if isinstance(value, ContextVar):
-            self._add((id(value), "get"), label, partial(value.get, MISSING), _leave, frame)
+            self.places.add((id(value), "get"), label, partial(value.get, MISSING), _leave, frame)
             return
         if isinstance(value, types.ModuleType):
             if value.__name__.partition(".")[0] in LIBRARIES:
@@ -405,15 +343,15 @@ class GlobalsRead(Watcher):
             if value.__module__.partition(".")[0] in LIBRARIES:
                 return
         elif not isinstance(value, types.FunctionType | threading.local) and not is_data(value):
-            self._require_usable(label, value, frame)
+            self.places.require_usable(label, value, frame)
             if is_plain(attribute_of(value, name)) and not isinstance(value, (torch.Tensor, OPAQUE)):
-                self._add((id(value), name), f"{label}.{name}", partial(attribute_of, value, name), _leave, frame)
+                self.places.add((id(value), name), f"{label}.{name}", partial(attribute_of, value, name), _leave, frame)
             return
         if isinstance(value, types.ModuleType | type | types.FunctionType):
             attribute = Attribute(value, name)
             if self._is_looked_after(attribute):
                 return
-            find = partial(_alone, attribute)
+            find = partial(find_alone, attribute)
         in_slot = name in slots_of(value)  # where a copy is not given anything
         inside = getattr(value, "__dict__", {}).get(name, getattr(value if in_slot else type(value), name, MISSING))
         method = getattr(type(value), "__getattr__", None) if inside is MISSING else inside
@@ -421,7 +359,7 @@ class GlobalsRead(Watcher):
             if inside is MISSING:
                 inside = attribute_of(value, name)
             else:
-                self._add((id(value), "all"), label, lambda: value, _leave, frame, find)
+                self.places.add((id(value), "all"), label, lambda: value, _leave, frame, find)
         if isinstance(inside, type) and len(attributes) > 1:
             self._add_chain(f"{label}.{name}", inside, attributes[1:], frame)
             return
@@ -430,11 +368,11 @@ class GlobalsRead(Watcher):
             return
         if not is_plain(inside) and len(attributes) > 1 and not is_container(inside):
             if not isinstance(inside, types.ModuleType):
-                self._add_link((id(value), name), f"{label}.{name}", partial(getattr, value, name, MISSING))
+                self.places.add_link((id(value), name), f"{label}.{name}", partial(getattr, value, name, MISSING))
             self._add_chain(f"{label}.{name}", inside, attributes[1:], frame, find)
             return
         read, write = partial(attribute_of, value, name), partial(setattr, value, name)
-        self._add((id(value), name), f"{label}.{name}", read, write, frame, find_nothing if in_slot else find)
+        self.places.add((id(value), name), f"{label}.{name}", read, write, frame, find_nothing if in_slot else find)
 
     def _note_module(self, value: Any, label: str, frame: types.FrameType) -> None:
         """Notes what a module has that is no part of the model, as it may be called, and was not made by the call."""
@@ -443,53 +381,10 @@ class GlobalsRead(Watcher):
         if "_modules" not in vars(value):  # its __init__, or a copy's __setstate__, has only begun
             self._new_modules.add(id(value))
             return
-        if (id(value), "all") not in self._roots and not is_of_tracing(value):
+        if (id(value), "all") not in self.places and not is_of_tracing(value):
             for path, module in modules_apart(value, self._members).items():
                 read, write = partial(attributes_of, module), partial(set_attributes, module)
-                self._add((id(module), "all"), f"{label}.{path}" if path else label, read, write, frame)
-
-    def _add_link(self, key: Hashable, label: str, read: Callable[[], Any], variable: Variable | None = None) -> None:
-        """A place from which more is read, whose object may be replaced by another."""
-        if not isinstance(read(), types.ModuleType):
-            self._links.setdefault(key, (label, read, variable))
-
-    def _add_variable(self, variable: Variable, label: str, frame: types.FrameType) -> None:
-        key, find = (id(variable.owner), variable.name), partial(_alone, variable)
-        self._add(key, label, variable.read, variable.write, frame, find, variable)
-
-    def _add(
-        self,
-        key: Hashable,
-        label: str,
-        read: Callable[[], Any],
-        write: Callable[[Any], None],
-        frame: types.FrameType,
-        find: Finder = find_nothing,
-        variable: Variable | None = None,
-    ) -> None:
-        if key in self._roots:
-            return
-        value = read()
-        if isinstance(value, _CACHE):
-            self._caches.append(value)
-            return
-        # Of an installed package only numbers and the like are watched: its registries are no model's state.
-        if isinstance(value, types.ModuleType) or not is_plain(value) and is_installed(frame.f_code.co_filename):
-            return
-        self._require_usable(label, value, frame, variable)
-        if isinstance(value, Iterator):
-            self._refuse(
-                f"the model reads {label}, a {type(value).__name__} that has another value at every call, in "
-                f"{line_of_frame(frame)}\nWhat to change: take the value outside of the model and pass it in.",
-                variable,
-            )
-            return
-        self._roots[key] = Root(key, label, read, write, variable, find, line_of_frame(frame))
-
-    def _require_usable(self, label: str, value: Any, frame: types.FrameType, variable: Variable | None = None) -> None:
-        """Refuses to use what no copy can be made of."""
-        if is_unusable(value) and not is_installed(frame.f_code.co_filename):
-            self._refuse(str(refused_use(label, value, line_of_frame(frame))), variable)
+                self.places.add((id(module), "all"), f"{label}.{path}" if path else label, read, write, frame)
 
 
 def _is_executed(code: types.CodeType, table: Mapping[str, Any]) -> bool:
@@ -518,20 +413,3 @@ def _caller_of(frame: types.FrameType) -> types.FrameType:
 def _is_of_trace(value: Any) -> bool:
     """Whether a function that the call makes has a value of the call in a cell."""
     return isinstance(value, torch.SymInt) or isinstance(value, torch.Tensor) and _torch.export.is_fake(value)
-
-
-def _alone(variable: Variable) -> list[Variable]:
-    return [variable]
-
-
-def _explain_change(root: Root) -> Callable[[str], CaptureError]:
-    if isinstance(root.value, GENERATORS):
-        return partial(refused_draw, root.label)
-    if isinstance(root.value, Attributes):
-        return partial(refused_change, root.label)
-    before = shown(root.value)
-    return lambda line: refusal(
-        f"a call changes what it reads: {root.label} is {before} before it and {root.now} after it,",
-        line,
-        "return what changes as an output, keep it in a registered buffer, or change it outside of the model",
-    )

@@ -452,3 +452,16 @@ class PrunedGlobally(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(torch.tanh(self.a(x)))
+
+
+@program(batch=lambda step: (numbers(8, seed=step), torch.tensor(step)))
+class WeighsOneTarget(Two):
+    """A loss of one sample, by the weights of classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = nn.CrossEntropyLoss(weight=torch.arange(1.0, 9.0).double())
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = self.loss(self.b(torch.tanh(self.a(x))), target)
+        return loss
