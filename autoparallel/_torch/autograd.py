@@ -19,7 +19,7 @@ from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autoparallel._torch.tensors import tensors_in
+from autoparallel._torch.tensors import storage_mark, tensors_in
 
 # What saves the inputs of a checkpoint; gone in 2.13.
 NoopSaveInputs = getattr(checkpoint, "_NoopSaveInputs", None)
@@ -52,6 +52,30 @@ def _identity(x: torch.Tensor) -> torch.Tensor:
 def is_in_a_graph(parameter: torch.Tensor) -> bool:
     """Whether autograd has a node for a parameter, as graphs that it is in and hooks on several tensors hold."""
     return parameter._use_count() > 1  # type: ignore[attr-defined]
+
+
+def functions_of(results: Sequence[torch.Tensor]) -> list[Any]:
+    """The functions of autograd that results come from."""
+    with torch._C.DisableTorchFunction():
+        functions = [x.grad_fn for x in results]
+    return [function for function in functions if function is not None]
+
+
+def memory_kept(functions: Sequence[Any], visited: set[Any]) -> set[int]:
+    """The marks of the storages that functions of autograd, and those behind them, have kept for the backward.
+
+    Args:
+        visited: those that are passed over; all others are added.
+    """
+    waiting, marks = [*functions], set[int]()
+    while waiting:
+        function = waiting.pop()
+        if function not in visited:
+            visited.add(function)
+            names = [name for name in dir(function) if name.startswith("_saved_") or name == "saved_tensors"]
+            marks.update(storage_mark(x) for name in names for x in tensors_in(getattr(function, name)))
+            waiting += [before for before, _ in function.next_functions if before is not None]
+    return marks
 
 
 def copy_parameter_hooks(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -182,7 +182,7 @@ class Training(nn.Module):
         exchanged = {id(before[name]): x for name, x in now.items() if before.get(name, x) is not x}
         exchange = _Exchange(exchanged, {name: x for name, x in now.items() if name in self.findings.sparse})
         with entries_exchanged(self.recorder.containers.held, exchanged), self.recorder.carrying(attributes):
-            memory = DataAccess([*now.values(), *inputs])
+            memory = DataAccess([*now.values(), *inputs], [] if trace is None else trace.of_functions)
             with self.recorder, memory, OpenPlaces(now.values()) as places, exchange:
                 outputs = self._outputs(args, kwargs, beside.method)
                 outputs = without_journals(outputs) if self.recorder.containers.has_journals else outputs

@@ -203,7 +203,7 @@ def test_a_gradient_that_is_made_without_gradients_is_refused(make: Callable[[],
 
 class ChangesUnderNoGrad(Base):
     def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
+        h = self.up(x).tanh()
         with torch.no_grad():
             h.mul_(2)
         return self.down(h).sum()
@@ -211,14 +211,14 @@ class ChangesUnderNoGrad(Base):
 
 class ChangesDetached(Base):
     def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
+        h = self.up(x).tanh()
         h.detach().mul_(2)
         return self.down(h).sum()
 
 
 class ChangesAView(Base):
     def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
+        h = self.up(x).tanh()
         with torch.no_grad():
             h[0].zero_()
         return self.down(h).sum()
@@ -262,7 +262,7 @@ class ForwardMode(Base):
     [
         (ChangesUnderNoGrad, "under torch.no_grad() a tensor that carries a gradient is changed in place"),
         (ChangesDetached, "writes to x.data or x.detach() of a tensor that is differentiated"),
-        (ChangesAView, "under torch.no_grad() a tensor that carries a gradient is changed in place"),
+        (ChangesAView, "writes to x.data or x.detach() of a tensor that is differentiated"),
         (DetachesInPlace, "detached in place"),
         (LeavesItOff, "leaves them so after its call"),
         (Freezes, "requires_grad becomes False"),

@@ -1,19 +1,24 @@
 """What a forward does beside autograd: it reads ``x.data``, or writes to the memory of another tensor.
 
-[Note: writing through a detached tensor] ``x.data`` and ``x.detach()`` share the memory of ``x``.  What is written to
-them changes the values of ``x``, and autograd goes on as if it had not: there is no operator that does this, so that it
-cannot be in a program.  Where ``x`` is not differentiated, it is a change in place like any other.
+[Note: writing behind autograd's back] ``x.data`` and ``x.detach()`` share the memory of ``x``.  What is written to them
+changes the values of ``x``, and autograd goes on as if it had not; so does what is written to ``x`` itself under
+``no_grad``.  A program has other values with the same gradient there, ``new + (x - x.detach())``, as long as autograd
+has not kept ``x`` for the backward, which would then read what was written.  Where ``x`` is not differentiated, it is a
+change in place like any other.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autoparallel._torch.autograd import functions_of, memory_kept
 from autoparallel._torch.tensors import View, share_storage, storage_mark
 from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.lines import line_of_frame
@@ -43,22 +48,45 @@ def is_view(name: str) -> bool:
     return name in _VIEWS or name == "__get__"
 
 
+_ViewOf = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Alias:
+    """What lies in the memory of a tensor that is differentiated.
+
+    Attributes:
+        tensor: held, so that no other one gets its id.
+        source: that tensor; None for a parameter that was given the memory.
+        views: what makes it of that one, one after the other.
+    """
+
+    tensor: torch.Tensor
+    source: torch.Tensor | None
+    views: tuple[_ViewOf, ...] = ()
+
+
 class DataAccess(TorchFunctionMode):
     """Inside, ``x.data`` is ``x.detach()``, which a trace can follow, and so are writes to a diagonal or under a mask.
     ``x.data = value`` gives a parameter new values in its own memory.
 
     Args:
         shared: tensors whose memory no parameter may be given.
+        of_functions: those that the user's ``autograd.Function``s may keep, so far.
 
     Raises:
-        CaptureError: where a tensor is given other memory, or memory that it shares with one that is differentiated
-            is written to (see [Note: writing through a detached tensor]).
+        CaptureError: where a tensor is given other memory, or memory that the backward reads is written to (see
+            [Note: writing behind autograd's back]).
     """
 
-    def __init__(self, shared: Sequence[Any]) -> None:
+    def __init__(self, shared: Sequence[Any], of_functions: Sequence[torch.Tensor]) -> None:
         super().__init__()
+        self._of_functions = of_functions
         self._shared = {storage_mark(x) for x in shared if isinstance(x, torch.Tensor)}
-        self._detached: dict[int, torch.Tensor] = {}  # held, so that no other tensor gets its id
+        self._aliases: dict[int, _Alias] = {}
+        self._functions: list[Any] = []  # of autograd, by which results were made, that have not been visited
+        self._visited = set[Any]()
+        self._memory = set[int]()  # the marks of what those keep that have
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -76,10 +104,13 @@ class DataAccess(TorchFunctionMode):
                 )
             with torch.no_grad():
                 args[0].copy_(args[1])
-            self._detached[id(args[1])] = args[1]  # whoever writes to it would change the parameter
+            self._aliases[id(args[1])] = _Alias(args[1], None)  # whoever writes to it would change the parameter
             return None
-        if is_write(name):
-            self._require_own(args[0] if args else None)
+        if is_write(name) and args:
+            alias = self._written_behind(args[0])
+            if alias is not None:
+                _replace_values(alias, lambda part: self.__torch_function__(func, types, (part, *args[1:]), kwargs))
+                return None if name == "__setitem__" else args[0]
         self._require_own(kwargs.get("out"))
         if name == "fill_diagonal_" and _is_plain_diagonal(*args, **kwargs):
             value = args[1] if len(args) > 1 else kwargs["fill_value"]
@@ -93,23 +124,77 @@ class DataAccess(TorchFunctionMode):
                 return func(*args, **kwargs)
         if func in _DETACHES:
             result = args[0].detach()
-            if args[0].requires_grad and not isinstance(args[0], torch.nn.Parameter):
-                self._detached[id(result)] = result
+            self._note_views(args[0], [result], [_whole])
             return result
         result = func(*args, **kwargs)
-        if is_view(name) and args and id(args[0]) in self._detached:
-            parts = result if isinstance(result, tuple | list) else (result,)
-            self._detached |= {id(x): x for x in parts if isinstance(x, torch.Tensor)}
+        parts = result if isinstance(result, tuple | list) else (result,)
+        viewed = args[0] if is_view(name) and args and isinstance(args[0], torch.Tensor) else None
+        if viewed is not None and (id(viewed) in self._aliases or not torch.is_grad_enabled()):
+            self._note_views(viewed, parts, [partial(_view, func, args[1:], kwargs, i) for i in range(len(parts))])
+        self._functions += functions_of([x for x in parts if isinstance(x, torch.Tensor)])
         return result
 
+    def _note_views(self, x: torch.Tensor, parts: Sequence[Any], views: Sequence[_ViewOf]) -> None:
+        """Notes parts of what is differentiated that lie in its memory, and carry no gradient."""
+        base = self._aliases.get(id(x)) or _Alias(x, x)
+        source = base.source
+        if source is not None and (not source.requires_grad or isinstance(source, torch.nn.Parameter)):
+            return
+        for part, view in zip(parts, views, strict=True):
+            if isinstance(part, torch.Tensor) and share_storage(part, base.tensor):
+                self._aliases[id(part)] = _Alias(part, source, (*base.views, view))
+
+    def _written_behind(self, written: Any) -> _Alias | None:
+        """What a write changes of a tensor behind autograd's back; None where it changes nothing so."""
+        if not isinstance(written, torch.Tensor):
+            return None
+        alias = self._aliases.get(id(written))
+        if alias is None and written.requires_grad and not written.is_leaf and not torch.is_grad_enabled():
+            alias = _Alias(written, written)
+        if alias is None or alias.source is None or not alias.source.is_floating_point() or self._is_kept(alias.source):
+            self._require_own(written)
+            return None
+        return alias
+
+    def _is_kept(self, x: torch.Tensor) -> bool:
+        """Whether the backward reads the memory of a tensor."""
+        self._memory |= memory_kept(self._functions, self._visited)
+        self._functions.clear()
+        return storage_mark(x) in {*self._memory, *map(storage_mark, self._of_functions)}
+
     def _require_own(self, written: Any) -> None:
-        if isinstance(written, torch.Tensor) and id(written) in self._detached:
+        if isinstance(written, torch.Tensor) and id(written) in self._aliases:
             raise refusal(
                 "the model writes to x.data or x.detach() of a tensor that is differentiated, which changes its values "
                 "behind autograd's back,",
                 line_of_frame(sys._getframe(1)),
                 "compute a new tensor; for another value with the same gradient write x + (value - x).detach()",
             )
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], place: int, x: torch.Tensor) -> torch.Tensor:
+    """One of the parts of a tensor that a function of torch gives."""
+    result = func(x, *args, **kwargs)
+    part: torch.Tensor = result[place] if isinstance(result, tuple | list) else result
+    return part
+
+
+def _replace_values(alias: _Alias, write: Callable[[torch.Tensor], Any]) -> None:
+    """Gives a tensor the values that are written to a part of it.  Where it was not finite, it has no gradient then."""
+    x = alias.source
+    assert x is not None
+    with torch.no_grad():
+        values = part = x.detach().clone()
+        for view in alias.views:
+            part = view(part)
+        write(part)
+    with torch.enable_grad():
+        finite = torch.where(x.detach().isfinite(), x, 0)  # which keeps the mask alone
+        x.copy_(values + (finite - finite.detach()))
 
 
 def _is_for_parameter(x: torch.Tensor, value: torch.Tensor) -> bool:

@@ -154,6 +154,7 @@ def _apply_function(trace: Trace, cls: type[torch.autograd.Function], args: Any,
     shown += f" writes {changes}" * bool(changed)
     key = register(trace.calls, shown, call)
     tensors_out = torch.ops.autoparallel.call(tensors, arguments.numbers, key)
+    trace.of_functions += [*arguments.tensors, *tensors_out]
     out = with_results(tuple(row), places, tensors_out)
     for i, j in returned.items():
         out = (*out[:i], arguments.tensors[j].copy_(out[i]), *out[i + 1 :])

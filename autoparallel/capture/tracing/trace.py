@@ -88,6 +88,7 @@ class Trace:
         differentiates: the line at which it has taken gradients.
         places: of the inputs that are tensors, by the id of what stands for them; ``read_inputs`` has those that a
             function of torch has been given, ``requiring`` the places of those that the model has require gradients.
+        of_functions: the tensors that ``autograd.Function``s have been given, and have given.
         kernels: the names of those that attention may run on where the model is called.
         script_depth: how many functions of TorchScript the model is in.
         numbers: the places among the inputs of numbers that are left open, and their values, by what stands for them.
@@ -121,6 +122,7 @@ class Trace:
         self.places: dict[int, int] = {}
         self.read_inputs: set[int] = set()
         self.requiring: set[int] = set()
+        self.of_functions: list[Tensor] = []
         self.kernels, self.script_depth = _torch.nn.attention_kernels(), 0
         self._regions: list[tuple[fx.Graph | None, int]] = []  # that the model is in
         self.counting: dict[int, tuple[Tensor, int]] = {}

@@ -167,9 +167,9 @@ class NoGradViewOfLive(nn.Module):
         return self.b(same / top)
 
 
-@program(refused="detach")
+@program(ranks=True)
 class NoGradInPlace(nn.Module):
-    """An in-place change under ``no_grad`` of a tensor that is differentiable outside."""
+    """An in-place change under ``no_grad`` of a tensor that is differentiable outside: its gradient is as without."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class NoGradInPlace(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
         with torch.no_grad():
-            h.mul_(0.5)  # refused
+            h.mul_(0.5)
         return self.b(h)
 
 
