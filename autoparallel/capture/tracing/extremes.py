@@ -59,8 +59,8 @@ def _choose(of_two: Callable[[Any, Any], Any], is_better: Callable[[Any, Any], A
     """
     if isinstance(x, Tensor) or isinstance(y, Tensor):
         return torch.where(is_better(y, x), y, x)
-    trace = listening()
-    if trace is None or not any(_torch.export.is_read(number, trace.numbers) for number in (x, y)):
+    trace, is_of_floats = listening(), isinstance(x, torch.SymFloat | float) or isinstance(y, torch.SymFloat | float)
+    if trace is None or not is_of_floats or not any(_torch.export.is_read(n, trace.numbers) for n in (x, y)):
         return of_two(x, y)
     first, second = (torch.scalar_tensor(number, dtype=torch.float64) for number in (x, y))
     return torch.ops.aten.item.default(torch.where(is_better(second, first), second, first))
