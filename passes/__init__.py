@@ -20,7 +20,7 @@ Beside them:
 - ``runner``: what a list of passes is, and the one function that runs it; ``history`` shows what each has made.
 - ``specification``: what a rank's program must be, derived from the rules; ``verify_placements`` holds programs to it,
   once ``restore_program`` has undone what says only when and how often calls run.
-- ``emitter``: inserts calls.
+- ``emitter``: inserts and replaces calls.
 
 May import ``graph``, ``rules``, ``operators``, ``comm``, ``placements``, ``text`` and ``_torch``.
 """

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from autoparallel.graph.layers import layer_of
+from autoparallel.passes.emitter import replace_node
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.placements.redistribution import BUCKET_BYTES, Step
 
@@ -148,5 +149,4 @@ def _call_in_body(graph: fx.Graph, bucket: Bucket, uses: Sequence[fx.Node]) -> N
         for i, use in enumerate(uses):
             item = graph.call_function(operator.getitem, (call, i))
             item.meta = {**use.meta, "bucket": bucket.number}
-            use.replace_all_uses_with(item)
-            graph.erase_node(use)
+            replace_node(use, item)

@@ -32,6 +32,7 @@ from autoparallel.comm.collectives import dims_of_rows, redistribute
 from autoparallel.graph.layers import layer_of
 from autoparallel.graph.sizes import Sizes
 from autoparallel.operators.chunked import linear_then_redistribute, redistribute_then_linear
+from autoparallel.passes.emitter import replace_node
 from autoparallel.passes.insert_collectives import actions_of
 from autoparallel.passes.raise_row_views import find_heads
 from autoparallel.placements import COLLECTIVES, largest_piece
@@ -129,5 +130,4 @@ def _merge_into_begin(node: fx.Node, linears: Sequence[fx.Node], between: Sequen
         with graph.inserting_after(point):
             point = graph.call_function(operator.getitem, (node, i))
         point.meta = linear.meta
-        linear.replace_all_uses_with(point)
-        graph.erase_node(linear)
+        replace_node(linear, point)

@@ -32,7 +32,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.numbers import FUNCTIONS
-from autoparallel.passes.emitter import Emitter
+from autoparallel.passes.emitter import Emitter, replace_node
 from autoparallel.rules.calls import READS, is_tensor
 
 aten = torch.ops.aten
@@ -220,8 +220,7 @@ class _Tensors(dict[fx.Node, fx.Node]):
         else:
             operands = [self._operand(emit, x) if _is_number(x) else x for x in node.args]
             result = emit.cast(emit(_tensor_form(node), *operands, **node.kwargs), like.dtype, like.device)
-        node.replace_all_uses_with(result)
-        node.graph.erase_node(node)
+        replace_node(node, result)
 
     def _operand(self, emit: Emitter, number: fx.Node) -> fx.Node:
         """What an operator takes for a number, beside tensors."""

@@ -1,4 +1,4 @@
-"""Inserting calls into a captured graph: what the passes that rewrite operators share."""
+"""Inserting and replacing calls in a captured graph: what the passes that rewrite operators share."""
 
 from __future__ import annotations
 
@@ -72,6 +72,19 @@ def copier(graph: fx.Graph, becomes: dict[fx.Node, fx.Node], call: fx.Node) -> C
     return put
 
 
+def replace_node(old: fx.Node, new: Any) -> None:
+    """Has those that read a node read another one, and erases it."""
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+def replace_results(call: fx.Node, result_of: Callable[[int], Any]) -> None:
+    """Puts nodes in the places of a call's several results, by their indices, and erases it."""
+    for item in list(call.users):
+        replace_node(item, result_of(item.args[1]))  # type: ignore[arg-type]
+    call.graph.erase_node(call)
+
+
 Rewrite = Callable[[Emitter, fx.Node], Any]
 """What makes that which takes the place of a call: a node, or of a call with several results a function from a result's
 index to its node; None where the call may stay."""
@@ -89,11 +102,9 @@ def rewrite_calls(graph: fx.Graph, rewrites: Mapping[Any, Rewrite]) -> None:
             if result is None:
                 continue
             if single:
-                node.replace_all_uses_with(result)
-            for user in list(node.users):
-                user.replace_all_uses_with(result(user.args[1]))
-                graph.erase_node(user)
-            graph.erase_node(node)
+                replace_node(node, result)
+            else:
+                replace_results(node, result)
 
 
 def _mode_in(values: Any) -> Any:

@@ -45,6 +45,7 @@ from autoparallel.graph.layers import is_checkpointed
 from autoparallel.graph.lines import line_of, marks_of
 from autoparallel.operators.changed_parameters import with_value
 from autoparallel.operators.derivatives import DERIVATIVE, LEAF
+from autoparallel.passes.emitter import replace_node
 from autoparallel.passes.mark_gradients import is_continuous, stops_gradient
 from autoparallel.rules.shapes import hint
 
@@ -80,8 +81,7 @@ def inline_gradient_modes(
     if not derivatives:
         for leaf in _calls_of(LEAF, module):
             modes.pop(leaf, None)
-            leaf.replace_all_uses_with(leaf.args[0])  # type: ignore[arg-type]
-            leaf.graph.erase_node(leaf)
+            replace_node(leaf, leaf.args[0])
     if not enabled and not derivatives:
         # Only what reads a parameter or an input there, or a view of one, makes something that carries a gradient.
         carrying = {x for x in module.graph.find_nodes(op="placeholder") if x.name in differentiable}
@@ -139,8 +139,7 @@ def _flatten(module: fx.GraphModule, enabled: bool) -> Iterator[tuple[fx.Node, t
                 copy.target = name
         for user in list(node.users):
             assert user.target is operator.getitem
-            user.replace_all_uses_with(results[user.args[1]])
-            graph.erase_node(user)
+            replace_node(user, results[user.args[1]])
             if user in pending:
                 pending.remove(user)
         graph.erase_node(node)

@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from autoparallel import operators
-from autoparallel.passes.emitter import Emitter
+from autoparallel.passes.emitter import Emitter, replace_node
 from autoparallel.rules.calls import COPIES, arguments, shape_of
 from autoparallel.rules.shapes import order_of, runs_of_equal_product
 
@@ -272,8 +272,7 @@ def _rewrite(
         if reader.target is aten.glu.default:
             emit = Emitter(reader)
             parts = [emit(aten.mul.Tensor, parts[0], emit(aten.sigmoid.default, parts[1]))]
-        reader.replace_all_uses_with(parts[0])
-        product.node.graph.erase_node(reader)
+        replace_node(reader, parts[0])
 
 
 def _drop_dim(emit: Emitter, piece: _Piece, part: fx.Node) -> fx.Node:

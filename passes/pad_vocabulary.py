@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from autoparallel import operators
-from autoparallel.passes.emitter import Emitter
+from autoparallel.passes.emitter import Emitter, replace_node
 from autoparallel.passes.mark_gradients import mark_new
 from autoparallel.passes.name_nodes import name_nodes
 from autoparallel.rules.calls import COPIES, arguments, shape_of
@@ -127,7 +127,7 @@ class _Padding:
         for node in tables:
             values = arguments(node)
             emit = Emitter(node)
-            self._replace(
+            replace_node(
                 node, emit(operators.padded_embedding, whole, values["indices"], values["padding_idx"], self.rows)
             )
         for node in heads:
@@ -141,7 +141,7 @@ class _Padding:
             emit = Emitter(user)
             if _is_loss(user):
                 target, ignored = (arguments(user)[name] for name in ("target", "ignore_index"))
-                self._replace(user, emit(operators.cross_entropy_sum, new, target, None, ignored, 0.0, self.rows))
+                replace_node(user, emit(operators.cross_entropy_sum, new, target, None, ignored, 0.0, self.rows))
             elif _keeps_classes(user, self.rows):
                 self._carry(user, emit(user.target, new, *self._sizes(user), **user.kwargs))
             else:
@@ -155,7 +155,3 @@ class _Padding:
             sizes = list(rest[0])  # type: ignore[arg-type]
             rest[0] = [*sizes[:-1], self.padded]
         return rest
-
-    def _replace(self, old: fx.Node, new: fx.Node) -> None:
-        old.replace_all_uses_with(new)
-        self.graph.erase_node(old)

@@ -25,7 +25,7 @@ from autoparallel.graph.errors import refusal
 from autoparallel.graph.lines import line_of
 from autoparallel.operators.composite_random import COMPOSITES
 from autoparallel.operators.torch_random import BASIC, Draw, silent
-from autoparallel.passes.emitter import Emitter
+from autoparallel.passes.emitter import Emitter, replace_node
 from autoparallel.rules import operator_name
 from autoparallel.rules.calls import arguments
 
@@ -83,8 +83,7 @@ class _Numbering:
                 self._require_same(node)
                 self._replace(node)
             elif node.target in _DROPOUTS:  # decomposing would copy what it returns, which is its operand
-                node.replace_all_uses_with(cast(fx.Node, node.args[0]))
-                module.graph.erase_node(node)
+                replace_node(node, cast(fx.Node, node.args[0]))
 
     def _enter(self, module: fx.GraphModule, node: fx.Node) -> None:
         inner = [module.get_submodule(str(x.target)) for x in node.all_input_nodes if x.op == "get_attr" and

@@ -19,6 +19,7 @@ from autoparallel.graph.lines import line_of
 from autoparallel.operators.control_flow import RUNS, control_operator
 from autoparallel.operators.flex import flex_operator, is_flex
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
+from autoparallel.passes.emitter import replace_node
 
 
 def resolve_control_flow(module: fx.GraphModule) -> None:
@@ -74,8 +75,7 @@ def _resolve_flex(module: fx.GraphModule, node: fx.Node) -> None:
             arguments = (q, k, v, tuple(blocks), score_reads, mask_reads, scale, dict(options), user.args[1])
             new = node.graph.call_function(target, arguments)
         new.meta = {**node.meta, "val": user.meta["val"]}
-        user.replace_all_uses_with(new)
-        node.graph.erase_node(user)
+        replace_node(user, new)
     node.graph.erase_node(node)
 
 

@@ -30,6 +30,7 @@ from autoparallel.operators.opaque import (
     function_operator,
     hooked_operator,
 )
+from autoparallel.passes.emitter import replace_node
 from autoparallel.rules.calls import ancestors, followers
 
 
@@ -78,8 +79,7 @@ def _insert_function(graph: fx.Graph, node: fx.Node, call: Any) -> None:
         new.meta["val"] = tuple(vals[call.tensors.index(i)] if i in call.tensors else None for i in range(call.count))
     for index, user in _readers(node):
         if call.single:
-            user.replace_all_uses_with(new)
-            graph.erase_node(user)
+            replace_node(user, new)
         else:
             user.args = (new, call.tensors[index])
     graph.erase_node(node)

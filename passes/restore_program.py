@@ -28,6 +28,7 @@ from autoparallel.graph.captured import copy_graph
 from autoparallel.operators.chunked import linear_then_redistribute, redistribute_then_linear
 from autoparallel.operators.selective_checkpoint import Keeping
 from autoparallel.passes.chunk_linears import LINEAR
+from autoparallel.passes.emitter import replace_results
 from autoparallel.passes.recompute_layers import regions_of
 from autoparallel.passes.specification import PlacementError, name_of
 from autoparallel.passes.split_weight_gradients import Deferring
@@ -67,12 +68,9 @@ def _inline(call: fx.Node, region: fx.Graph) -> None:
         _require_same_notes(inside, outside)
     with call.graph.inserting_before(call):
         results: Any = call.graph.graph_copy(region, arguments)
-    for item in list(call.users):
-        result = results[item.args[1]]
-        _require_same_notes(item, result)
-        item.replace_all_uses_with(result)
-        call.graph.erase_node(item)
-    call.graph.erase_node(call)
+    for item in call.users:
+        _require_same_notes(item, results[item.args[1]])
+    replace_results(call, results.__getitem__)
 
 
 def _require_same_notes(node: fx.Node, other: Any) -> None:

@@ -25,6 +25,7 @@ from autoparallel import operators
 from autoparallel.graph.lines import line_of
 from autoparallel.graph.losses import LossWeight
 from autoparallel.operators.opaque import has_own_backward
+from autoparallel.passes.emitter import replace_node
 from autoparallel.rules.calls import ancestors, arguments, casts_of, followers, is_tensor, shape_of
 from autoparallel.rules.shapes import expression
 from autoparallel.rules.table import LOSSES
@@ -145,8 +146,7 @@ def _of_quotients(graph: fx.Graph, nodes: list[fx.Node], counted: bool) -> LossW
             with graph.inserting_before(node):
                 mean = graph.call_function(operators.weighted_mean, node.args)
             mean.meta = dict(node.meta)
-            node.replace_all_uses_with(mean)
-            graph.erase_node(node)
+            replace_node(node, mean)
     if len(nodes) > 1:
         graph.eliminate_dead_code()  # the divisors of the others
     output = graph.output_node()

@@ -35,7 +35,7 @@ from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.lines import line_of
 from autoparallel.operators.derivatives import COMPOSED, DERIVATIVE, LEAF
 from autoparallel.operators.opaque import HOOK
-from autoparallel.passes.emitter import Emitter, copier
+from autoparallel.passes.emitter import Emitter, copier, replace_node, replace_results
 from autoparallel.passes.mark_gradients import is_continuous, stops_gradient
 from autoparallel.rules.calls import ancestors
 
@@ -52,8 +52,7 @@ def write_derivatives(module: fx.GraphModule) -> None:
     for call in calls:
         _write(module.graph, call)
     for leaf in module.graph.find_nodes(op="call_function", target=LEAF):
-        leaf.replace_all_uses_with(leaf.args[0])
-        module.graph.erase_node(leaf)
+        replace_node(leaf, leaf.args[0])
     if calls:
         module.graph.eliminate_dead_code()
 
@@ -91,10 +90,7 @@ def _write(graph: fx.Graph, call: fx.Node) -> None:
         new = list(map(copier(graph, becomes, call), gradients))
         if not follows:
             new = [Emitter(call)(_DETACH, x) for x in new]
-    for user in list(call.users):
-        user.replace_all_uses_with(new[cast(int, user.args[1])])
-        graph.erase_node(user)
-    graph.erase_node(call)
+    replace_results(call, new.__getitem__)
 
 
 def _find_path(graph: fx.Graph, call: fx.Node) -> dict[fx.Node, None]:

@@ -37,6 +37,7 @@ from autoparallel.graph.leaves import Constant, Leaf, Number, Size
 from autoparallel.graph.lines import line_of
 from autoparallel.graph.shared_memory import SharedMemory
 from autoparallel.operators.changed_parameters import with_value
+from autoparallel.passes.emitter import replace_node
 from autoparallel.passes.mark_gradients import Detached
 from autoparallel.passes.resolve_control_flow import price_masks
 from autoparallel.passes.runner import run_passes
@@ -143,8 +144,7 @@ def _read_inputs(
             name = copies.owners[str(spec.target).removeprefix("model.")]
             first = first_of.setdefault(name, node)  # type: ignore[arg-type]
             if first is not node and node is not None:  # another name of a tied weight
-                node.replace_all_uses_with(first)
-                graph.erase_node(node)
+                replace_node(node, first)
                 continue
             if name in sparse and node is not None:
                 if node.users:
@@ -185,8 +185,7 @@ def _read_parameters_before(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=with_value):
         before = node.args[0]
         if isinstance(before, fx.Node) and before.target is torch.ops.aten.clone.default:
-            before.replace_all_uses_with(before.args[0])  # type: ignore[arg-type]
-            graph.erase_node(before)
+            replace_node(before, before.args[0])
 
 
 def _require_sizes(outputs: Sequence[Leaf], symbols: Mapping[sympy.Symbol, str]) -> None:

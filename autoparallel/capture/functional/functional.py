@@ -34,7 +34,7 @@ from autoparallel.capture.functional.in_place import (
     make_new_values,
     operator_of_write,
 )
-from autoparallel.passes.emitter import copier
+from autoparallel.passes.emitter import copier, replace_node
 
 _DROPOUT = torch.ops.aten.dropout.default  # one that draws has become an operator of ours: this gives what it is given
 _OF_VIEWS = frozenset({_DROPOUT, torch.ops.aten.broadcast_tensors.default, torch.ops.aten.repeat_interleave.self_int})
@@ -80,8 +80,7 @@ def _name_once(program: ExportedProgram) -> None:
         held = program.state_dict if target in program.state_dict else program.constants
         first = first_of.setdefault(id(held[target]), node)
         if first is not node:
-            node.replace_all_uses_with(first)
-            program.graph.erase_node(node)
+            replace_node(node, first)
             specs.remove(spec)
             del held[target]
 
@@ -137,8 +136,7 @@ def _take_apart(graph: fx.Graph, calls: Sequence[fx.Node]) -> None:
     stands_for = dict(zip(sources, placeholders, strict=True))
 
     def replace(old: fx.Node, new: fx.Node) -> None:
-        old.replace_all_uses_with(new)
-        graph.erase_node(old)
+        replace_node(old, new)
         if old in stands_for:
             becomes[stands_for[old]] = new
 

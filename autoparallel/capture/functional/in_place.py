@@ -22,6 +22,7 @@ from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 
 from autoparallel import _torch
 from autoparallel.graph.lines import marks_of
+from autoparallel.passes.emitter import replace_node
 from autoparallel.rules import has_rule
 
 aten = torch.ops.aten
@@ -40,8 +41,7 @@ def make_new_values(program: ExportedProgram) -> None:
     buffers = _buffers_of_one_name(program)
     for node in list(graph.nodes):
         if _does_nothing(node):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
+            replace_node(node, node.args[0])
             continue
         if operator_of_write(node.target) is None or not _has_one_name(node, buffers):
             continue
@@ -53,8 +53,7 @@ def make_new_values(program: ExportedProgram) -> None:
         for user in list(written.users):
             if user > node:
                 user.replace_input_with(written, value)
-        node.replace_all_uses_with(value)
-        graph.erase_node(node)
+        replace_node(node, value)
         if written in buffers:
             with graph.inserting_before(graph.output_node()):
                 last = graph.call_function(aten.copy_.default, (written, value))
