@@ -152,15 +152,15 @@ def split_weight_gradients(module: fx.GraphModule, parameters: Sequence[str]) ->
             continue
         if node.op == "call_module" and "region" in node.meta:
             continue
-        if node.op == "call_module" or (node.op == "call_function" and node.meta.get("bucket") is not None):
+        if node.op == "call_module" or (node.op == "call_function" and "bucket" in node.meta):
             alone.add(node)  # gathered per use
             continue
         if node.op != "call_function" or not node.meta.get("differentiable") or not is_tensor(node):
             continue
-        read = [x for x in node.all_input_nodes if x.meta.get("differentiable") or x in alone]
-        if not any(x in alone for x in read):
+        if alone.isdisjoint(node.all_input_nodes):
             continue
-        if all(x in alone for x in read) and not _reads_activation(node, alone):
+        others = [x for x in node.all_input_nodes if x not in alone]
+        if not any(is_tensor(x) or x.meta.get("differentiable") for x in others):
             if node not in together:  # else its backward runs once only, for all of its readers
                 alone.add(node)
             continue
@@ -180,8 +180,3 @@ def _read_by_regions(graph: fx.Graph, parameters: Collection[str]) -> set[fx.Nod
             follows.add(node)
     read = follows.intersection(x for node in graph.nodes if "region" in node.meta for x in node.all_input_nodes)
     return set(ancestors(graph, read))
-
-
-def _reads_activation(node: fx.Node, alone: set[fx.Node]) -> bool:
-    """Whether a call reads a tensor that does not follow from parameters alone."""
-    return any(is_tensor(x) and x not in alone for x in node.all_input_nodes)

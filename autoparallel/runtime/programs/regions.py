@@ -100,7 +100,7 @@ def _in_order(group: Sequence[fx.Node]) -> Iterator[tuple[bool, list[fx.Node]]]:
 
 
 def _is_gather(node: fx.Node) -> bool:
-    return node.meta.get("bucket") is not None
+    return "bucket" in node.meta
 
 
 def _is_plain(node: fx.Node) -> bool:
