@@ -54,7 +54,7 @@ from autoparallel.program.stages import StagedProgram
 from autoparallel.runtime.gradients.accumulation import expected_count
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.programs.microbatches import Gradients, HandOut, shared_forms
-from autoparallel.runtime.programs.outputs import NotKept, Refuse
+from autoparallel.runtime.programs.outputs import NotKept, refuse_gradient
 from autoparallel.runtime.programs.stages import Stage, StageGradients, form_of
 from autoparallel.runtime.programs.tied import TiedParameters, find_ties
 from autoparallel.runtime.ranks.messages import Form, pack, unpack
@@ -416,7 +416,6 @@ class PipelineRunner:
             combined[i] if i in combined else NotKept(f"output {i - first} of the model", _KEPT)
             for i in range(len(self.specs))
         ]
-        anchor = torch.zeros((), device=self.device, requires_grad=True)
         if run.differentiate:
             assert self.loss is not None
             divisor = self._divisor(run, combined)
@@ -427,7 +426,7 @@ class PipelineRunner:
         if torch.is_grad_enabled():
             for i in (*self.captured.flowing, *self.captured.detached):
                 if isinstance(outputs[i], torch.Tensor) and not (run.differentiate and i == self.loss):
-                    outputs[i] = Refuse.apply(anchor, outputs[i], f"{self._what} {_ONLY_LOSS}")
+                    outputs[i] = refuse_gradient(outputs[i], f"{self._what} {_ONLY_LOSS}")
         return outputs
 
     def _divisor(self, run: _Run, combined: Mapping[int, torch.Tensor]) -> torch.Tensor | float:
