@@ -23,9 +23,8 @@ from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, makes_tensor
 from autoparallel.passes.recompute_layers import Region
 from autoparallel.runtime.gradients.backwards import BackwardPass
-from autoparallel.runtime.gradients.copies import KeptCopy
 from autoparallel.runtime.gradients.derivatives import with_graph
-from autoparallel.runtime.gradients.program_parameters import ProgramParameters
+from autoparallel.runtime.gradients.program_parameters import KeptCopy, ProgramParameters
 from autoparallel.runtime.gradients.travel import Gather, Tensors
 
 
