@@ -141,8 +141,7 @@ def bucket_collectives(
 
 
 def _call_in_body(graph: fx.Graph, bucket: Bucket, uses: Sequence[fx.Node]) -> None:
-    users = {user for use in uses for user in use.users}
-    first = next(n for n in graph.nodes if n in users)
+    first = min(user for use in uses for user in use.users)
     with graph.inserting_before(first):
         call = graph.create_node("call_module", bucket.name, (), {})
         call.meta["bucket"] = bucket.number

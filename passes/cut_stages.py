@@ -167,7 +167,6 @@ class _Cutter:
         price: Callable[[int, int], float],
     ) -> None:
         self.captured, self.stages, self.count, self.price = captured, stages, count, price
-        self.order = {node: i for i, node in enumerate(captured.graph.nodes)}
         self.results = captured.results
         self._require_buffers_together()
         buffers = len(captured.mutated)
@@ -227,7 +226,7 @@ class _Cutter:
                 if self.stages.get(node, stage) != stage:
                     targets.setdefault(node, []).append(stage)
         crossings: list[Crossing] = []
-        for node in sorted(targets, key=self.order.__getitem__):
+        for node in sorted(targets):
             if not is_tensor(node):
                 raise CutError(f"{node.meta['key']} gives several values, which cannot be parted: cut elsewhere")
             flows = tuple(t for t in targets[node] if self._flows(node, t))
@@ -250,7 +249,7 @@ class _Cutter:
         outgoing = tuple(c for c in self.crossings if c.source == stage)
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
-        needed = sorted(self.needs[stage], key=self.order.__getitem__)
+        needed = sorted(self.needs[stage])
         for node in needed:
             if node.op == "placeholder" or self.stages.get(node, stage) != stage:
                 copies[node] = graph.placeholder(node.name)
@@ -268,9 +267,9 @@ class _Cutter:
                     _note_microbatches(copies[node], self.captured)
                 elif is_flex(node.target):
                     _note_rows(copies[node], self.captured)
-        names = {node.name: node for node in self.order}
+        by_name = {node.name: copy for node, copy in copies.items()}
         numbers = self.produced.get(stage, [])
-        values = [copies[self.results[i]] for i in numbers] + [copies[names[c.name]] for c in outgoing]
+        values = [copies[self.results[i]] for i in numbers] + [by_name[c.name] for c in outgoing]
         graph.output(tuple(values)).meta = dict(self.captured.graph.output_node().meta)
         buffers = [i for i in numbers if i < len(self.captured.mutated)]
         present = {node.name for node in copies if node.op == "placeholder"}

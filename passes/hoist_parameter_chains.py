@@ -166,8 +166,7 @@ def hoist_parameter_chains(
         reduce_dtype: the dtype in which gradients travel; None is that of their use.
         reduce: parameter name to when its gradient is reduced (see :class:`ParameterChain`).
     """
-    order = {node: i for i, node in enumerate(module.graph.nodes)}
-    chains: list[tuple[int, ParameterChain]] = []
+    chains: list[tuple[fx.Node, ParameterChain]] = []
     for node in list(module.graph.nodes):
         if node.op == "placeholder" and node.name in parameters:
             name = parameters[node.name]
@@ -175,9 +174,9 @@ def hoist_parameter_chains(
             used = node.meta["val"].dtype
             # A complex gradient travels as it is: torch's policies name real dtypes only.
             dtypes = rest_dtype, (reduce_dtype if used.is_floating_point else None) or used
-            chain, first = _hoist(module.graph, node, name, dtypes, redistributor, sizes, order)
-            if chain is not None:
-                chains.append((first, chain))
+            pair = _hoist(module.graph, node, name, dtypes, redistributor, sizes)
+            if pair is not None:
+                chains.append(pair)
     chains.sort(key=lambda pair: pair[0])
     reduce = reduce or {}
     return Chains(tuple(replace(c, when=reduce.get(c.name, "per_step")) for _, c in chains))
@@ -190,8 +189,8 @@ def _hoist(
     dtypes: tuple[torch.dtype, torch.dtype],
     redistributor: Redistributor,
     sizes: Sizes,
-    order: Mapping[fx.Node, int],
-) -> tuple[ParameterChain | None, int]:
+) -> tuple[fx.Node, ParameterChain] | None:
+    """The first call that uses a parameter, and its chain; None where nothing does."""
     versions: list[tuple[fx.Node, tuple[Step, ...]]] = []
     links: list[fx.Node] = []
 
@@ -207,9 +206,9 @@ def _hoist(
     follow(node, ())
     if not versions:
         graph.erase_node(node)
-        return None, 0
+        return None
     at_rest: Layout = node.meta["placements"]
-    first = min(order[u] for version, _ in versions for u in version.users if u.target is not redistribute)
+    first = min(u for version, _ in versions for u in version.users if u.target is not redistribute)
     placeholders, uses, paths = [], [], []
     for i, (version, path) in enumerate(versions):
         with graph.inserting_after(node):
@@ -241,7 +240,7 @@ def _hoist(
         ways,
         trainable,
     )
-    return chain, first
+    return first, chain
 
 
 def _ways(

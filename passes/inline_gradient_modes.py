@@ -373,11 +373,10 @@ class _Walk:
         """A change through ``detach()`` of what carries no gradient, which brings in one: what is detached carries it
         from here on, as a plain view does, and what it is detached from only sees the values."""
         stops = self.stops[target]
-        place = {x: i for i, x in enumerate(self.graph.nodes)}
         for x in alike:
             if self.stops[x] >= stops:
                 self.stops[x] -= stops
-            elif later := [user for user in x.users if place[user] > place[node]]:
+            elif later := [user for user in x.users if user > node]:
                 with self.graph.inserting_after(node):
                     detached = self._insert_detach(x, node)
                 for user in later:

@@ -19,7 +19,7 @@ After:
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from torch import fx
 
@@ -45,17 +45,16 @@ def overlap_collectives(module: fx.GraphModule) -> None:
 
 def _overlap_all(graph: fx.Graph) -> bool:
     """Whether any redistribution of a graph has become two halves."""
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    halved = [_overlap(graph, node, place) for node in place if node.target is redistribute]
+    halved = [_overlap(graph, node) for node in list(graph.nodes) if node.target is redistribute]
     return any(halved)
 
 
-def _overlap(graph: fx.Graph, node: fx.Node, place: Mapping[fx.Node, int]) -> bool:
+def _overlap(graph: fx.Graph, node: fx.Node) -> bool:
     """Makes two halves of a redistribution, where that lets anything run beside a collective."""
     redistribution: Redistribution = node.meta["redistribution"]
     if not node.users or {*actions_of(node)}.isdisjoint(COLLECTIVES):
         return False
-    first = min(node.users, key=place.__getitem__)
+    first = min(node.users)
     point = _earliest(node, first)
     if not any(map(_computes, _nodes_between(point, first))):
         return False

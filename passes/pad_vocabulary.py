@@ -70,7 +70,7 @@ def pad_vocabulary(module: fx.GraphModule, parameters: Mapping[str, str], padded
             tables, heads = _readers(node)
             unpadded, rows = shape_of(node)[0], padded[parameters[node.name]]
             if (tables or heads) and rows > unpadded:
-                _Padding(graph, unpadded, rows).rewrite(node, tables, heads)
+                _Padding(unpadded, rows).rewrite(node, tables, heads)
                 changed = True
     if changed:
         graph.eliminate_dead_code()
@@ -116,14 +116,12 @@ def _keeps_classes(node: fx.Node, rows: int) -> bool:
 class _Padding:
     """Rewrites the readers of one parameter."""
 
-    def __init__(self, graph: fx.Graph, rows: int, padded: int) -> None:
-        self.graph, self.rows, self.padded = graph, rows, padded
+    def __init__(self, rows: int, padded: int) -> None:
+        self.rows, self.padded = rows, padded
 
     def rewrite(self, weight: fx.Node, tables: list[fx.Node], heads: list[fx.Node]) -> None:
         """Lets the look-ups and the layers read a padded parameter."""
-        readers = {*tables, *heads}
-        first = next(n for n in self.graph.nodes if n in readers)
-        whole = Emitter(first)(operators.pad_rows, weight, self.padded)
+        whole = Emitter(min([*tables, *heads]))(operators.pad_rows, weight, self.padded)
         for node in tables:
             values = arguments(node)
             emit = Emitter(node)

@@ -133,9 +133,8 @@ def _values_before(graph: fx.Graph, node: fx.Node, values: list[fx.Node]) -> tup
     """
     copies: dict[fx.Node, fx.Node] = {}
     follows, point = followers(graph, {node}), node
-    order = {x: i for i, x in enumerate(graph.nodes)}
     for x in ancestors(graph, values):
-        if order[x] <= order[node]:
+        if x <= node:
             continue
         if x not in follows:
             point.append(x)

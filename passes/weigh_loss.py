@@ -65,7 +65,7 @@ def weigh_loss(module: fx.GraphModule, loss: int, counted: bool, inputs: Collect
         first, *others = map(_of_term, terms)
         if all((x.kind, expression(x.size)) == (first.kind, expression(first.size)) for x in others):
             return first
-    where = line_of(max(terms, key=list(module.graph.nodes).index))
+    where = line_of(max(terms))
     return LossWeight("unknown", reason=f"it adds up what are not all sums, or means over the same number, at {where}")
 
 
