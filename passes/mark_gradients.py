@@ -30,14 +30,14 @@ def mark_differentiable(graph: fx.Graph, placeholders: set[str]) -> None:
         if node.op == "placeholder":
             node.meta["differentiable"] = node.name in placeholders
         else:
-            _mark(node)
+            node.meta["differentiable"] = flows(node)
 
 
 def mark_new(graph: fx.Graph) -> None:
     """Marks the nodes that a rewrite has put into a marked graph."""
     for node in graph.nodes:
         if "differentiable" not in node.meta:
-            _mark(node)
+            node.meta["differentiable"] = flows(node)
     mark_backward(graph)
 
 
@@ -59,10 +59,6 @@ def is_continuous(node: fx.Node) -> bool:
     value = node.meta.get("val")
     values = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
     return any(isinstance(v, torch.Tensor) and may_have_gradient(v) for v in values)
-
-
-def _mark(node: fx.Node) -> None:
-    node.meta["differentiable"] = flows(node)
 
 
 def differentiable_outputs(results: Any, first: int) -> list[int]:
