@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.runtime.dtensors.stages import is_any_stage
 from autoparallel.runtime.parameters.parts import origin_of
-from autoparallel.runtime.parameters.slices import as_parameter, part_like
+from autoparallel.runtime.parameters.slices import as_parameter, is_summed, part_like
 
 _FILLED = ("exponential_", "geometric_", "cauchy_", "log_normal_", "random_")
 """Operators that fill a tensor with random numbers, and of which torch does not know that they do."""
@@ -47,7 +47,7 @@ def draw_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """What a random operator makes of a ``DTensor`` (see [Note: draws on DTensors])."""
     operand, *rest = args
     spec, local = _torch.dtensor.spec_of(operand), _torch.dtensor.local_of(operand)
-    if any(p.is_partial() for p in spec.placements):
+    if is_summed(operand):
         raise RuntimeError(f"{operator} draws on a sum over the ranks\nWhat to change: draw on x.full_tensor().")
     # One process fills its tensor in the order in which it lies in memory.
     whole = local.new_empty_strided(tuple(spec.shape), tuple(spec.stride)).zero_()
@@ -82,7 +82,7 @@ def sample_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             _torch.dtensor.local_of(value).copy_(part_like(wholes[id(value)], value))
     if drawn is operands[0]:
         return first
-    alike = drawn.shape == first.shape and not any(p.is_partial() for p in first.placements)
+    alike = drawn.shape == first.shape and not is_summed(first)
     if not alike:
         return _torch.dtensor.replicated(drawn, first.device_mesh)
     return as_parameter(part_like(drawn, first).clone(), first)

@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.runtime.dtensors.stages import is_any_stage
-from autoparallel.runtime.dtensors.writes import is_summed, keep, keep_kinds
+from autoparallel.runtime.dtensors.writes import keep, keep_kinds
 from autoparallel.runtime.parameters.parts import note_changes, origin_of
-from autoparallel.runtime.parameters.slices import lies_elsewhere
+from autoparallel.runtime.parameters.slices import is_summed, lies_elsewhere
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
 
 _ATEN = torch.ops.aten

@@ -32,7 +32,7 @@ from autoparallel.runtime.parameters.parts import (
     note_origin,
     origin_of,
 )
-from autoparallel.runtime.parameters.slices import lies_elsewhere, share_of
+from autoparallel.runtime.parameters.slices import is_summed, lies_elsewhere, share_of
 from autoparallel.runtime.parameters.state import shares_parameter
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
 
@@ -207,11 +207,6 @@ def read_whole(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping
 def _is_lost(name: str, target: Tensor) -> bool:
     """Whether torch writes something else than meant, without a word: by indices to a part, a number to a summand."""
     return name in _INDEXED or name == "fill_" and isinstance(target, DTensor) and is_summed(target)
-
-
-def is_summed(tensor: DTensor) -> bool:
-    """Whether what ranks have of a tensor must be added up, or combined otherwise, to have it."""
-    return any(p.is_partial() for p in tensor.placements)
 
 
 def keep(whole: Tensor, target: DTensor) -> None:

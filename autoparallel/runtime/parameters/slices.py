@@ -81,6 +81,11 @@ def lies_whole(tensor: DTensor) -> bool:
     return not cut and not lies_elsewhere(tensor)
 
 
+def is_summed(tensor: DTensor) -> bool:
+    """Whether what ranks have of a tensor must be added up, or combined otherwise, to have it."""
+    return any(p.is_partial() for p in tensor.placements)
+
+
 def as_parameter(local: torch.Tensor, parameter: torch.Tensor) -> DTensor:
     """A ``DTensor`` that lies as a parameter at rest does, around this rank's part."""
     spec = _torch.dtensor.spec_of(parameter)  # type: ignore[arg-type]
