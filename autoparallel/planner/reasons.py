@@ -16,7 +16,7 @@ from autoparallel.passes.history import PassHistory
 from autoparallel.plan import Plan
 from autoparallel.planner.draft import draft_captured
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.programs import build
+from autoparallel.planner.programs import adapt, build
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,11 @@ class PlanAgain:
     def history(self, plan: Decisions) -> str:
         """See ``Reasons.history``."""
         assert isinstance(plan, Plan)
-        captured = self._graph.copy()
+        captured, request = self._graph.copy(), self.planner.request
+        adapt(request, captured, self.call, {}, plan.microbatches, plan.loss_chunks)
         history = PassHistory(captured.module)
         pad(captured, plan.padded, history)
-        build(self.planner.request, captured, plan, self.call, watch=history)
+        build(request, captured, plan, self.call, watch=history)
         return str(history)
 
     @cached_property

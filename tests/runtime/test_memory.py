@@ -178,6 +178,7 @@ def test_logits_beside_a_loss_in_chunks_are_not_kept() -> None:
     torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-12, atol=1e-12)
     with pytest.raises(RuntimeError, match="output 1 of the model is not kept: the loss is computed in chunks"):
         found["logits"].argmax(-1)
+    assert "# chunk_loss" in model.plan.explain(passes=True)
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(x, y)["logits"], expected["logits"])
 
