@@ -131,7 +131,8 @@ class DataAccess(TorchFunctionMode):
         viewed = args[0] if is_view(name) and args and isinstance(args[0], torch.Tensor) else None
         if viewed is not None and (id(viewed) in self._aliases or not torch.is_grad_enabled()):
             self._note_views(viewed, parts, [partial(_view, func, args[1:], kwargs, i) for i in range(len(parts))])
-        self._functions += functions_of([x for x in parts if isinstance(x, torch.Tensor)])
+        if not torch.compiler.is_dynamo_compiling():  # as it does of the ways of torch.cond
+            self._functions += functions_of([x for x in parts if isinstance(x, torch.Tensor)])
         return result
 
     def _note_views(self, x: torch.Tensor, parts: Sequence[Any], views: Sequence[_ViewOf]) -> None:
@@ -157,7 +158,9 @@ class DataAccess(TorchFunctionMode):
         return alias
 
     def _is_kept(self, x: torch.Tensor) -> bool:
-        """Whether the backward reads the memory of a tensor."""
+        """Whether the backward reads the memory of a tensor, as far as that is known."""
+        if torch.compiler.is_dynamo_compiling():
+            return True
         self._memory |= memory_kept(self._functions, self._visited)
         self._functions.clear()
         return storage_mark(x) in {*self._memory, *map(storage_mark, self._of_functions)}
