@@ -131,7 +131,7 @@ class DataAccess(TorchFunctionMode):
         viewed = args[0] if is_view(name) and args and isinstance(args[0], torch.Tensor) else None
         if viewed is not None and (id(viewed) in self._aliases or not torch.is_grad_enabled()):
             self._note_views(viewed, parts, [partial(_view, func, args[1:], kwargs, i) for i in range(len(parts))])
-        if not torch.compiler.is_dynamo_compiling():  # as it does of the ways of torch.cond
+        if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():  # which traces the ways of torch.cond
             self._functions += functions_of([x for x in parts if isinstance(x, torch.Tensor)])
         return result
 
@@ -150,9 +150,11 @@ class DataAccess(TorchFunctionMode):
         if not isinstance(written, torch.Tensor):
             return None
         alias = self._aliases.get(id(written))
-        if alias is None and written.requires_grad and not written.is_leaf and not torch.is_grad_enabled():
+        is_own = written.is_leaf or storage_mark(written) in self._shared
+        if alias is None and written.requires_grad and not is_own and not torch.is_grad_enabled():
             alias = _Alias(written, written)
-        if alias is None or alias.source is None or not alias.source.is_floating_point() or self._is_kept(alias.source):
+        source = None if alias is None else alias.source
+        if source is None or source.is_leaf or not source.is_floating_point() or self._is_kept(source):
             self._require_own(written)
             return None
         return alias
