@@ -47,6 +47,7 @@ from autoparallel.operators.changed_parameters import with_value
 from autoparallel.operators.derivatives import DERIVATIVE, LEAF
 from autoparallel.passes.emitter import replace_node
 from autoparallel.passes.mark_gradients import is_continuous, stops_gradient
+from autoparallel.rules.calls import may_have_gradient
 from autoparallel.rules.shapes import hint
 
 _OF_ANY_MODE = (operator.getitem, DERIVATIVE)
@@ -77,6 +78,11 @@ def inline_gradient_modes(
             no gradients itself.
     """
     modes = dict(_flatten(module, enabled))
+    for node, (mode, _) in modes.items():
+        for inner in _functions_with_regions(module, node):
+            given = {x.name for x in inner.graph.find_nodes(op="placeholder") if may_have_gradient(x.meta["val"])}
+            inline_gradient_modes(inner, given, enabled=mode, transparent=transparent, aliases=aliases)
+            inner.recompile()
     derivatives = list(_calls_of(DERIVATIVE, module))
     if not derivatives:
         for leaf in _calls_of(LEAF, module):
@@ -98,6 +104,16 @@ def inline_gradient_modes(
         # Those by which a derivative is taken: the model may have made them require gradients.
         leaves = {x for call in derivatives for x in cast(Sequence[fx.Node], call.args[1])}
         _Walk(module.graph, modes, differentiable, parameters, transparent, aliases, leaves).run()
+
+
+def _functions_with_regions(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
+    """Those that a higher-order operator of torch runs, such as the two of ``torch.cond``."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        graphs = {name: inner for name, inner in module.named_children() if isinstance(inner, fx.GraphModule)}
+        for x in node.all_input_nodes:
+            inner = graphs.get(str(x.target)) if x.op == "get_attr" else None
+            if inner is not None and any(_calls_of(wrap_with_set_grad_enabled, inner)):
+                yield inner
 
 
 def _calls_of(target: Any, module: fx.GraphModule) -> Iterator[fx.Node]:

@@ -472,3 +472,19 @@ class AConstantThatRequiresOne(Two):
         flow = torch.tanh(self.a(x)) * time
         (slope,) = torch.autograd.grad(flow.sum(), x, create_graph=True)
         return self.b(flow) + slope
+
+
+@program(ranks=True)
+class NoGradInsideOfACond(Two):
+    """A way that torch.cond takes, and one inside of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def scaled(h: Tensor) -> Tensor:
+            y = h.sin()
+            with torch.no_grad():
+                top = y.abs().amax(-1, keepdim=True)
+                first = y.view(-1)[0]
+            return y / top + y * first
+
+        h = self.a(x)
+        return self.b(torch.cond(x.sum() > -1e9, scaled, lambda h: h * 2, (h.sin(),)))
