@@ -80,8 +80,8 @@ def inline_gradient_modes(
     modes = dict(_flatten(module, enabled))
     for node, (mode, _) in modes.items():
         for inner in _functions_with_regions(module, node):
-            given = {x.name for x in inner.graph.find_nodes(op="placeholder") if may_have_gradient(x.meta["val"])}
-            inline_gradient_modes(inner, given, enabled=mode, transparent=transparent, aliases=aliases)
+            operands = {x.name for x in inner.graph.find_nodes(op="placeholder") if may_have_gradient(x.meta["val"])}
+            inline_gradient_modes(inner, operands, enabled=mode, transparent=transparent, aliases=aliases)
             inner.recompile()
     derivatives = list(_calls_of(DERIVATIVE, module))
     if not derivatives:
