@@ -39,7 +39,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.casts import wrap_with_autocast
-from autoparallel._torch.export import has_composition, make_fake_mode, wrap_with_set_grad_enabled
+from autoparallel._torch.export import graphs_run, has_composition, make_fake_mode, wrap_with_set_grad_enabled
 from autoparallel.graph.errors import refusal
 from autoparallel.graph.layers import is_checkpointed
 from autoparallel.graph.lines import line_of, marks_of
@@ -79,7 +79,9 @@ def inline_gradient_modes(
     """
     modes = dict(_flatten(module, enabled))
     for node, (mode, _) in modes.items():
-        for inner in _functions_with_regions(module, node):
+        for inner in graphs_run(module, node) if node.target is not wrap_with_autocast else ():
+            if not any(_calls_of(wrap_with_set_grad_enabled, inner)):
+                continue
             operands = {x.name for x in inner.graph.find_nodes(op="placeholder") if may_have_gradient(x.meta["val"])}
             inline_gradient_modes(inner, operands, enabled=mode, transparent=transparent, aliases=aliases)
             inner.recompile()
@@ -104,16 +106,6 @@ def inline_gradient_modes(
         # Those by which a derivative is taken: the model may have made them require gradients.
         leaves = {x for call in derivatives for x in cast(Sequence[fx.Node], call.args[1])}
         _Walk(module.graph, modes, differentiable, parameters, transparent, aliases, leaves).run()
-
-
-def _functions_with_regions(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
-    """Those that a higher-order operator of torch runs, such as the two of ``torch.cond``."""
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        graphs = {name: inner for name, inner in module.named_children() if isinstance(inner, fx.GraphModule)}
-        for x in node.all_input_nodes:
-            inner = graphs.get(str(x.target)) if x.op == "get_attr" else None
-            if inner is not None and any(_calls_of(wrap_with_set_grad_enabled, inner)):
-                yield inner
 
 
 def _calls_of(target: Any, module: fx.GraphModule) -> Iterator[fx.Node]:

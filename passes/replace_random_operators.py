@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from autoparallel._torch import transforms
+from autoparallel._torch.export import graphs_run
 from autoparallel.graph.errors import refusal
 from autoparallel.graph.lines import line_of
 from autoparallel.operators.composite_random import COMPOSITES
@@ -86,9 +87,7 @@ class _Numbering:
                 replace_node(node, cast(fx.Node, node.args[0]))
 
     def _enter(self, module: fx.GraphModule, node: fx.Node) -> None:
-        inner = [module.get_submodule(str(x.target)) for x in node.all_input_nodes if x.op == "get_attr" and
-                 isinstance(getattr(module, str(x.target), None), fx.GraphModule)]  # fmt: skip
-        for graph in cast(list[fx.GraphModule], inner):
+        for graph in graphs_run(module, node):
             if node.target.name() in _TRANSPARENT:  # type: ignore[union-attr]
                 self.rewrite(graph)
                 continue

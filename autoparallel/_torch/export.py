@@ -404,6 +404,15 @@ def overriding() -> tuple[Any, str]:
     return importlib.import_module(_EXPORT), "_override_builtin_ops"
 
 
+def graphs_run(module: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs of a module that a call of a higher-order operator of torch runs, such as the two of ``torch.cond``;
+    none, where it is another call."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return []
+    values = [getattr(module, str(x.target), None) for x in node.all_input_nodes if x.op == "get_attr"]
+    return [value for value in values if isinstance(value, fx.GraphModule)]
+
+
 def graph_module(graph: fx.Graph) -> fx.GraphModule:
     """A graph without submodules as a module, whose Python is written when it is first run: most are rewritten or
     copied, and never are."""

@@ -122,14 +122,13 @@ class DataAccess(TorchFunctionMode):
         if getattr(func, "__module__", "") == _INITIALISERS:  # a trace does not see the no_grad() inside
             with torch.no_grad():
                 return func(*args, **kwargs)
-        if func in _DETACHES:
-            result = args[0].detach()
-            self._note_views(args[0], [result], [_whole])
-            return result
+        detaches = func in _DETACHES
+        if detaches:
+            func, args, kwargs = torch.Tensor.detach, args[:1], {}
         result = func(*args, **kwargs)
         parts = result if isinstance(result, tuple | list) else (result,)
         viewed = args[0] if is_view(name) and args and isinstance(args[0], torch.Tensor) else None
-        if viewed is not None and (id(viewed) in self._aliases or not torch.is_grad_enabled()):
+        if viewed is not None and (detaches or id(viewed) in self._aliases or not torch.is_grad_enabled()):
             self._note_views(viewed, parts, [partial(_view, func, args[1:], kwargs, i) for i in range(len(parts))])
         if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():  # which traces the ways of torch.cond
             self._functions += functions_of([x for x in parts if isinstance(x, torch.Tensor)])
@@ -175,10 +174,6 @@ class DataAccess(TorchFunctionMode):
                 line_of_frame(sys._getframe(1)),
                 "compute a new tensor; for another value with the same gradient write x + (value - x).detach()",
             )
-
-
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], place: int, x: torch.Tensor) -> torch.Tensor:

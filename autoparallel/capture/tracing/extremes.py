@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from autoparallel import _torch
+from autoparallel.capture.tracing.functions_of_numbers import OPEN
 from autoparallel.capture.tracing.trace import listening
 
 
@@ -42,8 +43,8 @@ def _chosen(original: Callable[..., Any], choose: Callable[[Any, Any], Any]) -> 
 def _are_open(values: Sequence[Any]) -> bool:
     """Whether a trace chooses among some values: numbers, and tensors of one form that hold one each."""
     kinds = {*map(type, values)}
-    if not kinds.isdisjoint(_OPEN):
-        return len(values) > 1 and kinds <= {*_OPEN, float, int}
+    if not kinds.isdisjoint(OPEN):
+        return len(values) > 1 and kinds <= {*OPEN, float, int}
     tensors = [x for x in values if isinstance(x, Tensor)] if listening() is not None else []
     if not tensors or len({(x.shape, x.dtype, x.device) for x in tensors}) > 1 or tensors[0].numel() != 1:
         return False
@@ -64,9 +65,6 @@ def _choose(of_two: Callable[[Any, Any], Any], is_better: Callable[[Any, Any], A
         return of_two(x, y)
     first, second = (torch.scalar_tensor(number, dtype=torch.float64) for number in (x, y))
     return torch.ops.aten.item.default(torch.where(is_better(second, first), second, first))
-
-
-_OPEN = (torch.SymFloat, torch.SymInt)
 
 
 def names() -> tuple[tuple[Any, str, Any], ...]:

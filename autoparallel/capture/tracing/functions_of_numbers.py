@@ -17,7 +17,8 @@ import torch
 
 from autoparallel._torch.numbers import FUNCTIONS, is_whole
 
-_OPEN = frozenset({torch.SymInt, torch.SymFloat})
+OPEN = frozenset({torch.SymInt, torch.SymFloat})
+"""The types of numbers that a trace leaves open."""
 
 
 def _power(x: Any, y: Any) -> Any:
@@ -141,7 +142,7 @@ class _NumpyFunction:
         functools.update_wrapper(self, function, assigned=("__name__", "__doc__"), updated=())
 
     def __call__(self, *values: Any, **options: Any) -> Any:
-        is_open = not _OPEN.isdisjoint(map(type, values))
+        is_open = not OPEN.isdisjoint(map(type, values))
         return (self._of_open if is_open else self._function)(*values, **options)
 
     def __getattr__(self, name: str) -> Any:
@@ -168,7 +169,7 @@ def _stand_in(function: Callable[..., Any], of_open: Callable[..., Any]) -> Call
 
     @functools.wraps(function)
     def of_any(*values: Any) -> Any:
-        return function(*values) if _OPEN.isdisjoint(map(type, values)) else of_open(*values)
+        return function(*values) if OPEN.isdisjoint(map(type, values)) else of_open(*values)
 
     return of_any
 
@@ -182,8 +183,8 @@ NAMES: tuple[tuple[Any, str, Any], ...] = (
     *((math, name, stand_in) for name, (_, stand_in) in OF_MATH.items()),
     # numpy calls methods of these names of what is no number to it.
     *((np, name, stand_in) for name, (_, stand_in) in OF_NUMPY.items()),
-    *((kind, name, of_open) for kind in _OPEN for name, of_open in (_OF_OPEN | _OF_NUMPY).items() if name != "pow"),
-    *((kind, name, _divides(kind, name)) for kind in _OPEN for name in ("__floordiv__", "__rfloordiv__")),
+    *((kind, name, of_open) for kind in OPEN for name, of_open in (_OF_OPEN | _OF_NUMPY).items() if name != "pow"),
+    *((kind, name, _divides(kind, name)) for kind in OPEN for name in ("__floordiv__", "__rfloordiv__")),
     (torch.SymFloat, "__pow__", _power_of),
     (torch.SymBool, "__float__", lambda truth: float(bool(truth))),
 )
