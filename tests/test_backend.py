@@ -321,6 +321,7 @@ def _with_options() -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.wide
 def test_precision_and_hardware_are_those_of_compile() -> None:
     for seen in run_distributed(_with_options, world_size=2):
         for ours, torchs in zip(seen["ours"], seen["torch"], strict=True):

@@ -101,6 +101,7 @@ def test_axes_in_another_order_are_another_mesh_only_where_they_cross_nodes() ->
     assert splits((8, 8), H100)[0] == (4, 2, 8)  # along nodes, the most even
 
 
+@pytest.mark.wide
 def test_searches_are_bounded_and_what_was_not_tried_is_listed() -> None:
     search = _search(Deep(), 64, H100, rows=64)
     priced: list[Any] = []

@@ -154,6 +154,7 @@ class Dropping(Model):
         return F.dropout(super().forward(F.dropout(x, 0.2)), 0.3) + torch.rand(4)
 
 
+@pytest.mark.wide
 def test_draws_count_on_from_layer_to_layer(stacks: list[list[Stack]], monkeypatch: pytest.MonkeyPatch) -> None:
     model = Dropping(Noisy)
     captured, whole = _capture(model), _whole(model, monkeypatch)

@@ -192,6 +192,7 @@ class Counts(Net):
         return super().forward(x)
 
 
+@pytest.mark.wide
 def test_an_attribute_that_only_the_plain_model_changes_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorder, "_take", lambda *arguments: None)  # what refuses the model, or carries the value
     report = check(Counts(0.0), localize=True)
@@ -212,6 +213,7 @@ class SkipsLayers(nn.Module):
         return self.c(F.dropout(x, 0.2)) * random.uniform(1, 2)
 
 
+@pytest.mark.wide
 def test_what_is_drawn_one_by_one_is_the_same_in_both_runs() -> None:
     report = check(SkipsLayers(), steps=4)
     assert report.ok, report
@@ -254,6 +256,7 @@ def test_a_tolerance_is_what_rounding_moves() -> None:
     assert all(2**12 < ratio < 2**20 for ratio in ratios), "as the roundings of the dtypes, whose ratio is 2 ** 16"
 
 
+@pytest.mark.wide
 def test_mixed_precision_is_compared_with_casts_by_hand() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     report = check(Net(0.0), dtype=None, precision=policy, plan="fsdp")

@@ -125,6 +125,7 @@ def test_microbatches_draw_what_the_batch_draws() -> None:
 BETA = 1.0
 
 
+@pytest.mark.wide
 def test_numbers_around_the_model_are_open(traces: list[int]) -> None:
     """A global, an entry of a namespace and a variable of this function: one trace more serves all values."""
     global BETA

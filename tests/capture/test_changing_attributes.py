@@ -132,6 +132,7 @@ def test_a_plan_without_ranks_is_given_entries() -> None:
     assert {*captured.attributes} == {"stats['train']['calls']", "log['mean']", "log['calls']"} and len(call.specs) == 2
 
 
+@pytest.mark.wide
 def test_a_plan_without_ranks_is_given_what_the_model_draws() -> None:
     planner = Planner(SkipsLayersByNumpy().double(), Request((("dp", 2),), profile_for("cpu")))
     captured, call = capture_given(planner, call_of((numbers(8, 8, seed=0).cpu(),)))

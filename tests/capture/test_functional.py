@@ -168,7 +168,7 @@ def _lines(graph: fx.Graph) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("kind", [Views, Residuals, Statistics])
+@pytest.mark.parametrize("kind", [Views, Residuals, pytest.param(Statistics, marks=pytest.mark.wide)])
 def test_a_trace_becomes_what_torch_makes_of_it(kind: type[nn.Module]) -> None:
     program = _traced(kind())
     expected = program.run_decompositions(compositions(program.graph_module))

@@ -149,5 +149,6 @@ def _differing() -> str:
     return ""
 
 
+@pytest.mark.wide
 def test_ranks_that_read_differently_are_told() -> None:
     assert all("RankMismatchError" in words for words in run_distributed(_differing, world_size=2))

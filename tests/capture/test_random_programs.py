@@ -103,7 +103,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@settings(max_examples=5, **SETTINGS)
+@settings(max_examples=3, **SETTINGS)
 @given(FORWARDS)
 def test_a_forward_is_eagers_or_refused(forward: Any) -> None:
     _check(forward)

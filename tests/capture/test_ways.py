@@ -129,7 +129,8 @@ def _train(plan: str, make: Callable[[], nn.Module], scales: list[float], shape:
     return {"apart": apart, "reached": reached, "traces": capture.call_count, "cut": cut}
 
 
-@pytest.mark.parametrize("plan", ["fsdp", pytest.param("tensor_parallel", marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
 def test_each_call_goes_its_way_without_a_new_trace(plan: str) -> None:
     scales = [LARGE, SMALL, LARGE, SMALL]
     for rank in run_distributed(_train, plan, Blocks, scales, (8, 8), world_size=2):

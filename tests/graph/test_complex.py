@@ -172,6 +172,7 @@ def _cut_at_a_complex_value() -> float:
     return max(off(*losses), *(off(mine[n].grad, p.grad) for n, p in held))  # type: ignore[arg-type]
 
 
+@pytest.mark.wide
 def test_a_pipeline_cut_at_a_complex_value() -> None:
     for difference_ in run_distributed(_cut_at_a_complex_value, world_size=2):
         assert difference_ < TOLERANCE

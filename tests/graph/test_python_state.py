@@ -136,6 +136,7 @@ def test_an_attribute_that_nobody_reads_makes_none() -> None:
     assert kinds(train(Temperature, lambda model, step: setattr(model, "epoch", step))) == 1
 
 
+@pytest.mark.wide
 def test_globals_and_attributes_of_global_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     def between(model: Any, step: int) -> None:
         monkeypatch.setitem(globals(), "GAIN", 1.0 + step)
@@ -163,6 +164,7 @@ def test_the_default_dtype() -> None:
         torch.set_default_dtype(before)
 
 
+@pytest.mark.wide
 def test_defaults_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     def between(model: Any, step: int) -> None:
         monkeypatch.setattr(Defaults.forward, "__defaults__", (1.0 + step,))

@@ -172,6 +172,7 @@ class TestLayers:
 
 
 class TestWideGraphs:
+    @pytest.mark.wide
     def test_pairs_of_axes_come_close_and_the_bound_holds(self, monkeypatch: pytest.MonkeyPatch) -> None:
         exact = cheapest(_problem(256, 2, 256, (2, 2, 2)))
         assert exact.gap == 0.0

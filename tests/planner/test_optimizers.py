@@ -140,6 +140,7 @@ def _within(part: float | None, rows: int, bus: float, **options: Any) -> Draft:
     return draft(model, call_of((x, x), with_target=True), request)
 
 
+@pytest.mark.wide
 def test_states_go_to_host_memory_where_nothing_else_fits_or_all_else_is_slower() -> None:
     rows = 256  # states are most of what is kept
     only = _within(0.7, rows, 1e9, microbatches=1)

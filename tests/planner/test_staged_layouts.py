@@ -41,6 +41,7 @@ def _modes(plan: Plan) -> set[tuple[str, ...]]:
     return {modes for key, modes in plan.operators.items() if "linear" in key}
 
 
+@pytest.mark.wide
 def test_gradients_that_are_reduced_once_a_step_are_shared_by_its_microbatches() -> None:
     """A microbatch's activations are smaller than the gradients; those of all microbatches are not."""
     few, many = _plan(512, Pipeline("1f1b", 2)), _plan(4096, Pipeline("1f1b", 16))

@@ -186,7 +186,7 @@ MICROBATCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.wide_where(lambda ways, name: ([*MICROBATCHES].index(ways) + [*COUNTS].index(name)) % 6 > 0)
+@pytest.mark.wide_where(lambda ways, name: ([*MICROBATCHES].index(ways) + [*COUNTS].index(name)) % 9 > 0)
 @pytest.mark.slow_where(lambda ways, name: ([*MICROBATCHES].index(ways) + [*COUNTS].index(name)) % 3 > 1)
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("ways", MICROBATCHES)

@@ -247,6 +247,7 @@ def _dealt_out() -> list[str]:
     return messages
 
 
+@pytest.mark.wide
 def test_optimizers_that_deal_out_states_are_refused() -> None:
     for messages in run_on_ranks(_dealt_out, world_size=2):
         assert len(messages) == 2

@@ -358,7 +358,7 @@ def _capture_badly(kind: type[nn.Module]) -> tuple[str, float]:
     ("kind", "patterns"),
     [
         (_Reading, ("CaptureError", r"test_errors\.py", "# the line", "keep it a tensor")),
-        (_ReadingOnRank, ("rank 1|CaptureError", "torch.where|keep it a tensor")),
+        pytest.param(_ReadingOnRank, ("rank 1|CaptureError", "torch.where|keep it a tensor"), marks=pytest.mark.wide),
         (_DifferentOnRank, ("RankMismatchError", "different programs", r"rank 1: .*mul.*, 2")),
         (_OtherOperatorOnRank, ("RankMismatchError", "different programs", r"rank 0: .*relu", r"rank 1: .*tanh")),
     ],

@@ -72,7 +72,7 @@ def _train(make: type[Forces], kind: str) -> tuple[float, float, int]:
     return max(losses), apart, len(model._kinds)
 
 
-@pytest.mark.wide_where(lambda make, kind: kind == "fsdp" or make is Transformed and kind != "pipeline")
+@pytest.mark.wide_where(lambda make, kind: kind == "fsdp" or make is Transformed)
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("make", [Forces, Transformed])
 def test_they_are_those_of_one_process(make: type[Forces], kind: str) -> None:

@@ -139,6 +139,7 @@ def test_microbatches_are_for_training_calls() -> None:
         model(x[:6], y[:6])
 
 
+@pytest.mark.wide
 def test_microbatches_that_would_differ_are_refused() -> None:
     batch = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     for layer, reason in (

@@ -37,6 +37,7 @@ def test_a_rank_out_of_step_is_the_same_error_everywhere(name: str, plan: str) -
     _require_same_error(plan, *OUT_OF_STEP[name])
 
 
+@pytest.mark.wide
 def test_a_number_read_on_one_rank_is_out_of_step_where_it_is_a_sum_over_the_ranks() -> None:
     fault = Fault(BEFORE, "read a number")
     _require_same_error("fsdp", fault, "call 6 of model", "rank 1: a number .* every rank")

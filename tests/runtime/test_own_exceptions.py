@@ -85,6 +85,7 @@ def test_an_error_that_is_made_of_one_of_a_trace_is_a_refusal() -> None:
         model(torch.rand(4, 4), "traced")
 
 
+@pytest.mark.wide
 def test_a_mode_that_was_not_called_raises_nothing_of_its_own() -> None:
     model = autoparallel.compile(Checked().eval())
     with pytest.raises(NotImplementedError, match="only in training"):

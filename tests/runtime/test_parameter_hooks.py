@@ -381,6 +381,7 @@ class Sometimes(Net):
         return super().forward(x) + self.beside(x) if use else super().forward(x)
 
 
+@pytest.mark.wide
 def test_hooks_on_what_a_call_leaves_out_are_not_called() -> None:
     seen: tuple[list[str], list[str]] = ([], [])
     calls = iter(seen)

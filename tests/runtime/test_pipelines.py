@@ -223,6 +223,7 @@ def _gradients_under_autocast() -> dict[str, float]:
     }
 
 
+@pytest.mark.wide
 def test_gradients_under_autocast_are_those_of_eager_autocast() -> None:
     for found in run_on_ranks(_gradients_under_autocast, world_size=2):
         assert found["eager"] < 1e-6 < 1e-5 < found["no autocast"], found

@@ -394,6 +394,7 @@ def _refused() -> list[str]:
     return [raised(lambda: _laid_out({"*": "S0"}, 4)), raised(lambda: _laid_out({"*": "I", "up.bias": "S1"}, 4))]
 
 
+@pytest.mark.wide
 def test_more_ranks_than_rows_are_refused_by_name() -> None:
     for few, missing in run_on_ranks(_refused, world_size=4):
         assert "PlanError" in few and "shape [3" in few and "cannot lie as S0 on (dp=4)" in few, few
