@@ -262,7 +262,7 @@ ZERO_BUBBLE: dict[str, Any] = {"pipeline": autoparallel.Pipeline("zero_bubble", 
     [
         pytest.param((2,), "fsdp", (), {}, marks=pytest.mark.slow),
         ((2,), "fsdp", (("blocks.0", "full"), ("blocks.1", "selective"), ("blocks.3", "full")), {}),
-        ((2,), "fsdp", (), {"loss_chunks": 3}),
+        pytest.param((2,), "fsdp", (), {"loss_chunks": 3}, marks=pytest.mark.slow),
         ((2,), "tensor_parallel", (("blocks.1", "selective"),), {}),
         pytest.param((2,), "tensor_parallel", (), {"linear_chunks": 2}, marks=pytest.mark.slow),
         pytest.param((2, 1), "data_parallel", (), ZERO_BUBBLE, marks=pytest.mark.slow),

@@ -216,6 +216,7 @@ def _all_uses(name: str, shape: tuple[int, ...], plan: str, options: dict[str, A
 
 
 @pytest.mark.wide_where(lambda plan: plan != "fsdp")
+@pytest.mark.slow_where(lambda name, plan: name == "attention" and plan != "tensor_parallel")
 @pytest.mark.parametrize("plan", ["data_parallel", "fsdp", "tensor_parallel"])
 @pytest.mark.parametrize(
     "name", ["perceptron", *(pytest.param(n, marks=pytest.mark.wide) for n in ("images", "attention"))]

@@ -114,6 +114,7 @@ def _hook(module: nn.Module, args: Any, out: Tensor) -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.slow_where(lambda start: start > 1)
 @pytest.mark.parametrize("start", range(4))
 def test_microbatches_make_what_the_batch_does_or_are_refused(start: int) -> None:
     for worst, refused in run_distributed(_results, slice(start, None, 4), world_size=2):

@@ -281,6 +281,7 @@ def _on_ranks(plan: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.wide_where(lambda plan: plan != "fsdp")
+@pytest.mark.slow_where(lambda plan: plan == "data_parallel")
 @pytest.mark.parametrize("plan", PLANS)
 def test_hooks_on_two_ranks(plan: str) -> None:
     for differences in run_on_ranks(_on_ranks, plan, world_size=2):
