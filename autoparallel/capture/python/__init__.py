@@ -3,7 +3,8 @@
 - ``recorder``: records what a copy of the model reads and writes of its attributes, of each object in ``watched``,
   and in ``class_state`` of their classes;
   ``changes``: what becomes of what a call changes, and ``bound_buffers`` of what it binds to buffers;
-  ``reads``: what its trace depends on; ``observed_classes`` tell it, and ``containers`` are what it compares:
+  ``reads``: what its trace depends on; ``observed_classes`` tell it, and code which class
+  an object is of, by what it does with that (``classes_asked``); ``containers`` are what it compares:
   ``held_containers`` are those of the copy, ``journals`` stand for those to which a call only adds,
   ``given_entries`` are of those that it reads and changes; ``places`` tell where they are.
 - ``shared_parts``: what cannot be copied.

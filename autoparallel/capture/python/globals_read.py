@@ -61,6 +61,7 @@ _CALL, _INIT = torch.nn.Module._call_impl.__code__, torch.nn.Module.__init__.__c
 _FUNCTIONAL_CALLS = tuple(unwrap(f).__code__ for f in (torch.func.functional_call, stateless.functional_call))
 _LOG = logging.Logger._log.__code__
 _COLLECTIONS = (list, tuple, set, frozenset)
+_OF_TENSORS = frozenset(map(id, (torch.Tensor, torch.nn.Parameter)))
 
 
 def _key_id(key: Any) -> int:
@@ -93,7 +94,7 @@ class GlobalsRead(Watcher):
         self.places = PlacesRead(self._surroundings)
         self.names: set[str] = set()
         self._members = {id(x) for x in (*model.modules(), *_torch.tensors.parameters_of(model), *model.buffers())}
-        self._classes = {*map(id, (torch.Tensor, torch.nn.Parameter, *map(type, model.modules())))}
+        self._classes = _OF_TENSORS | {*map(id, map(type, model.modules()))}
         self._codes: dict[int, tuple[types.CodeType, Loads | None]] = {}
         self._owners: dict[int, tuple[Any, Finder]] = {id(owner): (owner, find) for owner, find in owners}
         arguments = [x for function in partials_of(model) for x in arguments_of(function)]
@@ -158,7 +159,7 @@ class GlobalsRead(Watcher):
             self._codes[id(code)] = code, loads
             if loads is not None:
                 self._note_globals(frame, loads)
-                self._note_comparisons(frame, loads.compared)
+                self._note_comparisons(frame, loads)
                 self._note_imports(frame, loads.imports)
                 self._note_defaults(frame)
         else:
@@ -209,7 +210,8 @@ class GlobalsRead(Watcher):
             if isinstance(value, dict | WeakKeyDictionary):
                 ids = {*map(_key_id, value)}
                 # A package that fills a table where a type is missing finds for ours what it finds for theirs.
-                by_types = ("type",) in chains and not (installed and name in loads.filled)
+                is_told = _is_stand_in(table.get("type"))
+                by_types = ("type",) in chains and not is_told and not (installed and name in loads.filled)
                 if not ids.isdisjoint(self._members) or by_types and not ids.isdisjoint(self._classes):
                     self.places.refuse(
                         f"the model looks itself up in {name}, a {type(value).__name__} by modules, tensors or types, "
@@ -227,14 +229,16 @@ class GlobalsRead(Watcher):
             else:
                 self.places.add_variable(variable, name, frame)
 
-    def _note_comparisons(self, frame: types.FrameType, chains: frozenset[tuple[str, ...]]) -> None:
-        """Refuses the comparison of a ``type(...)`` with a class of the model's modules or of tensors: what is traced
-        is of classes that are derived from these."""
-        for chain in sorted(chains):
+    def _note_comparisons(self, frame: types.FrameType, loads: Loads) -> None:
+        """Refuses the comparison of a class with one of the model's modules or of tensors where the code is not told
+        that of the user's object, but one derived from it."""
+        is_told = _is_stand_in(frame.f_globals.get("type"))
+        classes = self._classes if not is_told else _OF_TENSORS if loads.asks_class else frozenset()
+        for chain in sorted(loads.compared if classes else ()):
             value = frame.f_globals.get(chain[0], MISSING)
             for name in chain[1:]:
                 value = getattr(value, name, MISSING)
-            if any(id(x) in self._classes for x in (value if isinstance(value, _COLLECTIONS) else (value,))):
+            if any(id(x) in classes for x in (value if isinstance(value, _COLLECTIONS) else (value,))):
                 self.places.refuse(
                     f"the model compares a type with {'.'.join(chain)} in {line_of_frame(frame)}: what is traced is of "
                     f"types that are derived from such\n"

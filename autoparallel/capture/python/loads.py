@@ -6,6 +6,8 @@ import dis
 import types
 from functools import cache
 
+from autoparallel.capture.python.classes_asked import COMPARISONS
+
 
 class Loads:
     """What a function's byte code loads: globals and cells, with the attributes that are read of them at once.
@@ -14,7 +16,8 @@ class Loads:
         first: the attributes that are read of its first argument.
         imports: the modules that it imports, with what it reads of them.
         bases: the attributes that are read of ``super()``.
-        compared: the globals in lines that compare, where the function asks for the type of something.
+        compared: the globals in lines that compare, where the function asks for the type of something;
+            ``asks_class``: whether it does by ``__class__``.
         filled: the globals into which the function stores by a key, as into a cache.
         bound: the globals and cells that it binds; those among them that it does not load are ``stored``.
     """
@@ -28,7 +31,7 @@ class Loads:
         is_super = False
         lines: dict[int | None, set[tuple[str, ...]]] = {}  # the globals by the lines that load them
         comparing: set[int | None] = set()  # the lines that compare
-        asks_type = False
+        self.asks_class = False
         filled, bound, loaded = set[str](), set[str](), set[str]()
         before = last = ("", "")  # the two instructions before
         line: int | None = None
@@ -42,7 +45,7 @@ class Loads:
 
         for instruction in dis.get_instructions(code):
             name, value = instruction.opname, str(instruction.argval)
-            asks_type |= name == "LOAD_ATTR" and value == "__class__"
+            self.asks_class |= name == "LOAD_ATTR" and value == "__class__"
             if name == "STORE_SUBSCR" and before[0] in ("LOAD_GLOBAL", "LOAD_NAME"):
                 filled.add(before[1])
             before, last = last, (name, value)
@@ -59,7 +62,7 @@ class Loads:
                 chain.append(value)
             end()
             line = instruction.positions.lineno if instruction.positions else None
-            if name in _COMPARISONS:
+            if name in COMPARISONS:
                 comparing.add(line)
             if name == "LOAD_SUPER_ATTR" or is_super and name in ("LOAD_ATTR", "LOAD_METHOD"):
                 bases.add(value)
@@ -82,15 +85,12 @@ class Loads:
         self.globals, self.cells, self.first, self.imports = map(frozenset, chains.values())
         self.bases, self.filled = frozenset(bases), frozenset(filled)
         self.bound, self.stored = frozenset(bound), frozenset(bound - loaded)
-        asks_type |= ("type",) in self.globals
         compared = [loaded for at, loaded in lines.items() if at in comparing]
-        self.compared = frozenset().union(*compared if asks_type else ())
+        self.compared = frozenset().union(*compared if self.asks_class or ("type",) in self.globals else ())
 
 
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "POP_TOP", "STORE_FAST", "RETURN_VALUE")
 """What ends the call of ``super``."""
-
-_COMPARISONS = ("IS_OP", "COMPARE_OP", "CONTAINS_OP")
 
 
 @cache

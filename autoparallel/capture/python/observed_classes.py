@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any, Protocol
 
 from torch import nn
 
+from autoparallel.capture.python.classes_asked import COMPARISONS, is_attribute_asked, use_behind
 from autoparallel.graph.python_state import LIBRARIES, is_library, is_tracers_file
 
 
@@ -15,13 +17,14 @@ class Observer(Protocol):
     """What is told of access to objects, by their ``__dict__``; ``write`` also of what is deleted.
 
     ``read_all`` is told of code that asks for the ``__dict__`` itself, and gives it what the user's object has;
-    ``read_class`` is told of what is read of a class; ``is_attribute`` tells which buffers of a copy are plain
-    attributes of the user's.
+    ``read_class`` is told of what is read of a class, and ``read_all_of_class`` of code that is given one;
+    ``is_attribute`` tells which buffers of a copy are plain attributes of the user's.
     """
 
     def read(self, table: dict[str, Any], name: str) -> None: ...
     def read_all(self, table: dict[str, Any]) -> Mapping[str, Any]: ...
     def read_class(self, cls: type, name: str) -> None: ...
+    def read_all_of_class(self, cls: type) -> None: ...
     def write(self, table: dict[str, Any], name: str) -> None: ...
     def is_attribute(self, table: dict[str, Any], name: str) -> bool: ...
 
@@ -61,6 +64,27 @@ def is_observed(subject: Any) -> bool:
     return any(cls in _BODIES for cls in type(subject).__mro__)
 
 
+def class_told(cls: type, frame: FrameType) -> type:
+    """The class of an object as code is told that asks for it: that of the user's object.
+
+    Where the code goes on to an attribute of it, it is the one of ours, which tells an observer. Of what becomes of it
+    otherwise nobody is told, so that all which it has counts as read, unless it is compared at once.
+
+    Args:
+        cls: of an object of a copy, or of any other.
+        frame: at the instruction that asks.
+    """
+    ours = next((c for c in cls.__mro__ if c in _BODIES), None)
+    if ours is None:
+        return cls
+    use = use_behind(frame)
+    if use and use[:2] != "__" and use not in COMPARISONS:
+        return cls
+    if not use and ours in _OF_CLASSES:
+        _OF_CLASSES[ours].read_all_of_class(ours)
+    return ours.__mro__[1]
+
+
 def written_to(cls: type) -> list[str]:
     """What has been set on a class of ours since it was made, but for what ``copy`` finds out of it; nothing for
     another."""
@@ -81,8 +105,12 @@ def _observed_class(cls: type) -> type:
         get, put, remove = methods.__getattribute__, methods.__setattr__, methods.__delattr__
 
         def __getattribute__(self: Any, name: str) -> Any:
-            if name == "__class__" and sys._getframe(1).f_code.co_name == "__eq__":
-                return cls  # as that of a dataclass is compared with that of another
+            if name == "__class__":
+                frame = sys._getframe(1)
+                if frame.f_code.co_name == "__eq__":
+                    return cls  # as that of a dataclass is compared with that of another
+                if is_attribute_asked(frame, name) and not is_library(frame.f_code.co_filename):
+                    return class_told(type(self), frame)
             if name[:2] == "__" and name != "__dict__":
                 return get(self, name)
             table = get(self, "__dict__")

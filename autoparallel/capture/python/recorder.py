@@ -217,6 +217,11 @@ class Recorder:
         if self._recording and name not in INTERNAL:
             self.classes.read(cls.__mro__[1], name)  # the class that ours is derived from
 
+    def read_all_of_class(self, cls: type) -> None:
+        """Notes that code is given an object's class."""
+        if self._recording:
+            self.classes.read_all(cls.__mro__[1])
+
     def _look_at(self, watched: Watched, name: str) -> None:
         """Refuses what is read for the first time and cannot be in a program; later, not in the middle of a call."""
         label, value = watched.label(name), vars(watched.original).get(name)
@@ -317,7 +322,8 @@ class Recorder:
     def changed_class(self) -> str:
         """An attribute of a class that the run has set, which the class made for recording has got; empty for none."""
         classes = {type(watched.copy) for watched in self._watched.values()}
-        return next((f"{cls.__name__}.{name}" for cls in classes for name in written_to(cls)), "")
+        names = (f"{cls.__name__}.{name}" for cls in classes for name in written_to(cls))
+        return next(names, "") or self.classes.changed_attribute()
 
     def changed_constant(self, of_loss: bool = False) -> str:
         """A tensor in a list, dict or object that the run has changed in place; empty for none.

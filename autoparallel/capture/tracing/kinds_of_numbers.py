@@ -16,6 +16,7 @@ import torch
 
 from autoparallel import _torch
 from autoparallel._torch.numbers import KINDS
+from autoparallel.capture.python.observed_classes import class_told
 from autoparallel.capture.tracing.trace import listening
 from autoparallel.graph.arrays import Array
 from autoparallel.graph.python_state import is_installed, is_library
@@ -32,7 +33,11 @@ def _is_instance(value: Any, kinds: Any, /) -> bool:
 class _Asking(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         value = type(*args, **kwargs)
-        return cls if value is type else _STAND_FOR.get(value, value)  # type(nn.Module) is type
+        if value is type:  # type(nn.Module) is type
+            return cls
+        if len(args) == 1 and value.__module__.startswith("torch._subclasses."):
+            return torch.nn.Parameter if isinstance(args[0], torch.nn.Parameter) else torch.Tensor
+        return class_told(_STAND_FOR.get(value, value), sys._getframe(1))
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, type)

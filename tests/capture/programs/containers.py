@@ -124,34 +124,6 @@ class ChangesAnArray(Two):
         return self.a(x)
 
 
-@program(refused="isinstance")
-class ComparesATypeOfAModule(Two):
-    def forward(self, x: Tensor) -> Tensor:  # refused
-        return self.a(x) * (2.0 if type(self.b) is nn.Linear else 1.0)
-
-
-@program(refused="isinstance")
-class ComparesATypeOfATensor(Two):
-    def forward(self, x: Tensor) -> Tensor:  # refused
-        return self.a(x) * (2.0 if type(x) is torch.Tensor else 1.0)
-
-
-@program()
-class ComparesAnotherType(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        parts = [self.a(x), self.b(x)]
-        return parts[0] * parts[1] if type(parts) is list else x
-
-
-SCALES: dict[type[nn.Module], float] = {nn.Linear: 2.0}
-
-
-@program(refused="attributes of the modules")
-class LooksItsTypeUp(Two):
-    def forward(self, x: Tensor) -> Tensor:  # refused
-        return self.a(x) * SCALES.get(type(self.b), 1.0)
-
-
 # As in einops, whose functions find what computes for a tensor by its type.
 FILLED = """
 from torch import Tensor
@@ -233,16 +205,6 @@ class ParametersInAList(Two):
     def forward(self, x: Tensor) -> Tensor:
         penalty = sum(p.square().sum() for p in self.parameters() if not any(p is q for q in self.without))
         return self.a(x) + penalty
-
-
-@program(refused="isinstance")
-class ComparesATypeLater(Two):
-    def forward(self, x: Tensor) -> Tensor:  # refused
-        kind = type(self.b)
-        return self.a(x) * (2.0 if kind in LAYERS else 1.0)
-
-
-LAYERS = (nn.Linear, nn.Conv2d)
 
 
 @program()
