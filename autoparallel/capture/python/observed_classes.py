@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
+from autoparallel import _torch
 from autoparallel.capture.python.classes_asked import COMPARISONS, is_attribute_asked, use_behind
-from autoparallel.graph.python_state import LIBRARIES, is_library, is_tracers_file
+from autoparallel.graph.python_state import LIBRARIES, is_generated, is_library, is_tracers_file
 
 
 class Observer(Protocol):
@@ -64,16 +66,19 @@ def is_observed(subject: Any) -> bool:
     return any(cls in _BODIES for cls in type(subject).__mro__)
 
 
-def class_told(cls: type, frame: FrameType) -> type:
+def class_told(value: Any, cls: type, frame: FrameType) -> type:
     """The class of an object as code is told that asks for it: that of the user's object.
 
     Where the code goes on to an attribute of it, it is the one of ours, which tells an observer. Of what becomes of it
     otherwise nobody is told, so that all which it has counts as read, unless it is compared at once.
 
     Args:
-        cls: of an object of a copy, or of any other.
+        value: of a copy, or any other.
+        cls: its class.
         frame: at the instruction that asks.
     """
+    if issubclass(cls, _torch.export.TRACED):
+        return nn.Parameter if isinstance(value, nn.Parameter) else torch.Tensor
     ours = next((c for c in cls.__mro__ if c in _BODIES), None)
     if ours is None:
         return cls
@@ -83,6 +88,19 @@ def class_told(cls: type, frame: FrameType) -> type:
     if not use and ours in _OF_CLASSES:
         _OF_CLASSES[ours].read_all_of_class(ours)
     return ours.__mro__[1]
+
+
+def asks_for_class(frame: FrameType) -> bool:
+    """Whether a frame of a model's, or of a method that ``dataclasses`` has made for it, is at ``x.__class__``."""
+    filename = frame.f_code.co_filename
+    return is_attribute_asked(frame, "__class__") and (is_generated(filename) or not is_library(filename))
+
+
+def attributes_among_buffers(module: nn.Module) -> list[str]:
+    """The buffers of a copy's module that are plain attributes of the user's."""
+    table = vars(module)
+    observer = _OBSERVERS.get(id(table))
+    return [] if observer is None else [name for name in module._buffers if observer.is_attribute(table, name)]
 
 
 def written_to(cls: type) -> list[str]:
@@ -107,10 +125,8 @@ def _observed_class(cls: type) -> type:
         def __getattribute__(self: Any, name: str) -> Any:
             if name == "__class__":
                 frame = sys._getframe(1)
-                if frame.f_code.co_name == "__eq__":
-                    return cls  # as that of a dataclass is compared with that of another
-                if is_attribute_asked(frame, name) and not is_library(frame.f_code.co_filename):
-                    return class_told(type(self), frame)
+                if asks_for_class(frame):
+                    return class_told(self, type(self), frame)
             if name[:2] == "__" and name != "__dict__":
                 return get(self, name)
             table = get(self, "__dict__")

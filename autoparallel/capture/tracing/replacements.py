@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autoparallel import _torch
+from autoparallel.capture.python.observed_classes import attributes_among_buffers
 from autoparallel.capture.tracing import extremes
 from autoparallel.capture.tracing.backward_hooks import backward_hook
 from autoparallel.capture.tracing.checks import NAMES as ASKED
@@ -222,13 +223,20 @@ def _named_buffers(
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Those of a module that a model holds under two names once: ``torch.export`` takes them for two that share memory,
-    and traces no change of them, such as that of a batch norm."""
-    by_torch = sys._getframe(1).f_code.co_filename.startswith(_torch.export.FOLDER)
-    if not by_torch or remove_duplicate or not recurse:
+    and traces no change of them, such as that of a batch norm. The model itself gets none of its plain tensors, which
+    are buffers of its copy."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == torch.nn.modules.module.__file__:  # as of ``buffers()``
+        frame = frame.f_back
+    if frame is not None and not is_tracers_file(frame.f_code.co_filename):
+        modules = self.named_modules(prefix=prefix) if recurse else [(prefix, self)]
+        plain = {f"{path}.{name}".lstrip(".") for path, x in modules for name in attributes_among_buffers(x)}
+        yield from (x for x in named_buffers(self, prefix, recurse, remove_duplicate) if x[0] not in plain)
+    elif remove_duplicate or not recurse:
         yield from named_buffers(self, prefix, recurse, remove_duplicate)
-        return
-    for path, module in self.named_modules(prefix=prefix):
-        yield from named_buffers(module, path, False, False)
+    else:
+        for path, module in self.named_modules(prefix=prefix):
+            yield from named_buffers(module, path, False, False)
 
 
 _INT = _torch.export.SymNode.int_

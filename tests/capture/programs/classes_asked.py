@@ -94,7 +94,7 @@ class LooksItUp(Asking):
         return self.a(x) * SCALES.get(type(self.b), 1.0) * self.kinds[type(self.settings)]
 
 
-@dataclass
+@dataclass(order=True)
 class Rates:
     rate: float = 0.5
 
@@ -108,7 +108,12 @@ class Makes(Asking):
     def forward(self, x: Tensor) -> Tensor:
         other = type(self.rates)(self.rates.rate * 2)
         changed = replace(self.rates, rate=0.1)
-        return self.a(x) * (other.rate + changed.rate) * (1.0 if type(changed) is Rates else 2.0)
+        return (
+            self.a(x)
+            * (other.rate + changed.rate)
+            * (1.0 if type(changed) is Rates else 2.0)
+            * (3.0 if self.rates < Rates() else 1.0)
+        )
 
 
 def widen(model: Any, step: int) -> None:

@@ -155,6 +155,20 @@ class GivesSomeParameters(Two):
 
 
 @program(ranks=True)
+class SumsItsBuffers(Two):
+    """Without tensors that are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = torch.ones(8).double()
+        self.register_buffer("scale", torch.full((8,), 2.0).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = len([*self.buffers()]) + len([*self.named_buffers()]) + len([*self.a.buffers()])
+        return self.a(x) * sum(self.buffers()) * count + self.offset
+
+
+@program(ranks=True)
 def fills_a_table_by_types() -> nn.Module:
     """Of an installed package."""
     names: dict[str, Any] = {"__name__": "installed"}
