@@ -19,7 +19,7 @@ from autoparallel import _torch
 from autoparallel.capture.python.containers import everything_in
 from autoparallel.capture.python.loads import loads_of
 from autoparallel.capture.python.watched import TABLES
-from autoparallel.graph.python_state import PythonState
+from autoparallel.graph.python_state import PythonState, is_data
 from autoparallel.graph.surroundings import surroundings_of
 from autoparallel.graph.variables import Cell, contents_of
 
@@ -54,10 +54,10 @@ class Closures:
         """Lets them reach into the copy, once it is made."""
         for theirs, ours in self._cells.values():
             ours.cell_contents = self._twin(theirs.cell_contents)
-        for module in copied.modules():
-            for name, value in list(vars(module).items()):
-                if isinstance(value, weakref.ref) and id(value()) in self._inside:
-                    vars(module)[name] = self._memo[id(value)] = weakref.ref(self._twin(value()))
+        for holder in (*copied.modules(), *filter(is_data, [*self._memo.values()])):
+            for name, value in list(vars(holder).items()):
+                if isinstance(value, weakref.ref) and (twin := self._twin(value())) is not value():
+                    vars(holder)[name] = self._memo[id(value)] = weakref.ref(twin)
                     self._memo.setdefault(id(self._memo), []).append(value)
 
     def state(self) -> PythonState:

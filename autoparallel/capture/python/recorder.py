@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import BuiltinMethodType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -243,6 +244,12 @@ class Recorder:
             self._past[label] = value.__self__, line_of_frame(sys._getframe(3))
         elif self._shared.is_unusable(value):
             self._refusal = refused_use(label, value, line_of_frame(sys._getframe(3)))
+        elif isinstance(value, WeakSet | WeakKeyDictionary | WeakValueDictionary):
+            self._refusal = refusal(
+                f"{label}, a {type(value).__name__}, is of objects of which what is traced has copies; it is read",
+                line_of_frame(sys._getframe(3)),
+                "keep the objects in a list or a dict.",
+            )
         elif isinstance(value, Iterator):
             self._refusal = refusal(
                 f"{label}, a {type(value).__name__}, has another value at every call; it is read",

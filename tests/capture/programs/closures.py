@@ -112,3 +112,42 @@ class ReadsItsOwnIterators(Two):
 
         x = torch.stack([next(columns) * (i + 1) if i % 2 else next(columns).sin() for i in range(x.shape[1])], 1)
         return self.b(self.a(x) * scale()) * scale()
+
+
+class Rate:
+    def __init__(self) -> None:
+        self.value = 1.0
+
+
+class HoldsARate(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = Rate()
+        self.weak = weakref.ref(self.rate)
+
+
+@program(between=lambda model, step: setattr(model.rate, "value", 1.0 + step), ranks=True)
+class RefersWeaklyToAnObject(HoldsARate):
+    def forward(self, x: Tensor) -> Tensor:
+        rate = self.weak()
+        return self.a(x) * (rate.value if rate is self.rate else 0.5)  # type: ignore[union-attr]
+
+
+@program(between=lambda model, step: setattr(model.rate, "value", 1.0 + step), ranks=True)
+class HasAnObjectThatKnowsIt(HoldsARate):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate.model = weakref.ref(self)  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rate.model().a(x) * self.rate.value  # type: ignore[attr-defined]
+
+
+@program(refused="in a list or a dict")
+class HoldsAWeakSet(HoldsARate):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = weakref.WeakSet([self.rate])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * sum(rate.value for rate in self.rates)  # refused
