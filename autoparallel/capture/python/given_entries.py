@@ -37,7 +37,6 @@ class GivenEntries:
         self.places: list[tuple[Place, str]] = []
         self._entries: list[tuple[Any, Any, Any, str]] = []  # the container, the key, what is there now, the label
         self._alike: dict[int, list[Place]] = {}
-        self._versions: dict[str, int] = {}
         self._before: dict[int, tuple[Any, Any]] = {}
         self._replaced: list[tuple[Place, Any]] = []
 
@@ -51,7 +50,6 @@ class GivenEntries:
         self.places.clear()
         self._entries.clear()
         self._alike.clear()
-        self._versions.clear()
         containers = {place.label: container for place, container in reversed(places)}
         new: dict[int, Any] = {}  # tuples
         for label, value in entries.items():
@@ -70,8 +68,6 @@ class GivenEntries:
             self._entries.append((container, key, value, label))
             self._alike[id(container)] = alike
             self.places += [(place, label_of_entry(place.label, key)) for place in alike]
-            if isinstance(value, torch.Tensor):
-                self._versions[label] = value._version
         for place, container in places:
             if id(container) in new and place.may_be_put:
                 place.put(new[id(container)])
@@ -85,11 +81,6 @@ class GivenEntries:
             place.put(container)
         self._before.clear()
         self._replaced.clear()
-
-    def changed_tensor(self) -> str:
-        """The label of a tensor that was given, and that the run has changed in place; empty for none."""
-        tensors = ((label, value) for _, _, value, label in self._entries if label in self._versions)
-        return next((label for label, value in tensors if value._version != self._versions[label]), "")
 
     def alike(self) -> Iterator[list[Place]]:
         """For each container its places."""

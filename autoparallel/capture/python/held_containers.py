@@ -95,10 +95,6 @@ class HeldContainers:
         entries = [split_entry(entry) for _, entry in self._inputs.places]
         return {key for container, key in entries if container == label}
 
-    def changed_given(self) -> str:
-        """The label of a tensor that the run was given as an entry, and has changed in place; empty for none."""
-        return self._inputs.changed_tensor()
-
     @property
     def has_journals(self) -> bool:
         """Whether journals stand for some."""
@@ -124,11 +120,11 @@ class HeldContainers:
                 yield read
 
     def taken(self, noted: dict[str, Written]) -> dict[str, Any]:
-        """What a run has set in dicts, added where journals stand, and made of entries that it was given, by the names
-        under which a trace keeps that; what they were is put back.
+        """What a run has added where journals stand, and made of entries that it was given, by the names under which a
+        trace keeps that; what containers held is put back.
 
         Args:
-            noted: the attributes that the run has set, to which the entries of dicts are added.
+            noted: the attributes that the run has set, to which the entries that it has set in dicts are added.
 
         Raises:
             CaptureError: where it has changed one otherwise.
@@ -140,7 +136,6 @@ class HeldContainers:
             if self.is_changed(number):
                 entries = self._entries_set(container, before)
                 if entries:
-                    changed |= {label: x.value for label, x in entries.items()}
                     noted |= entries
                 else:
                     changed |= self._changed_entries(number)

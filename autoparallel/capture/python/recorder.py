@@ -105,7 +105,9 @@ class Recorder:
         self._model, self._loss, self._memo = model, None if loss is None else loss[0], memo
         self._trained = trained
         self._refusal: CaptureError | None = None
-        self._constants, self._versions = constants, dict[str, int]()
+        self._constants = constants
+        self._versions: dict[str, int] = {}
+        self._carried: dict[str, tuple[torch.Tensor, int]] = {}  # tensors for attributes, with their versions
         self.buffers = BoundBuffers()
         self.written: dict[str, Written] = {}
         self._set: dict[Hashable, str] = {}
@@ -154,6 +156,7 @@ class Recorder:
         self.classes.begin()
         self.buffers.begin()
         self.containers.begin()
+        self.written.clear()
         self._versions = {name: fake._version for name, fake in self._constants.items()}
         self._around.enter()
         self._recording = True
@@ -169,6 +172,7 @@ class Recorder:
         """Inside, the copy has the attributes that a call is given, by label."""
         holders = {watched.path: watched for watched in self._watched.values()} if attributes else {}
         entries = {label: value for label, value in attributes.items() if is_entry(label)}
+        self._carried = {label: (x, x._version) for label, x in attributes.items() if isinstance(x, torch.Tensor)}
         try:
             for label, value in attributes.items():
                 path, _, name = label.rpartition(".")
@@ -294,14 +298,14 @@ class Recorder:
             )
         for change in _UNCARRIED:
             change.require_none(self)
-        written: dict[str, Any] = {}
         for watched in list(self._watched.values()):
             for name, line in watched.changed().items():
                 if line:
-                    self._take(watched, name, line, written)
+                    self._take(watched, name, line)
                 else:
-                    self._take_unseen(watched, name, written)
-        written |= self.containers.taken(self.written)
+                    self._take_unseen(watched, name)
+        entries = self.containers.taken(self.written)
+        written = {label: x.value for label, x in self.written.items()} | entries
         for label, (now, refused) in self.containers.changes.items():
             self._changes[label] = now, "an unknown line", refused
         if self._changes:
@@ -343,13 +347,12 @@ class Recorder:
 
     def changed_carried(self) -> str:
         """A tensor that the copy was given in the place of an attribute, and that the run has changed in place."""
-        changed = (watched.changed_carried() for watched in self._watched.values())
-        return next(filter(None, changed), "") or self.containers.changed_given()
+        return next((label for label, (x, version) in self._carried.items() if x._version != version), "")
 
-    def _take(self, watched: Watched, name: str, line: str, written: dict[str, Any]) -> None:
+    def _take(self, watched: Watched, name: str, line: str) -> None:
         table, label = vars(watched.copy), watched.label(name)
         if name in watched.carried:
-            self._take_carried(watched, name, line, written)
+            self._take_carried(watched, name, line)
             return
         of_class = MISSING if watched.caches(name) else getattr(type(watched.original), name, MISSING)
         before = vars(watched.original).get(name, of_class)
@@ -358,7 +361,7 @@ class Recorder:
                 table["_buffers"][name] = table.pop(name)
             for tensors in TABLES:
                 if name in table[tensors] or name in watched.tables[tensors]:
-                    self._take_registered(watched, tensors, name, line, written)
+                    self._take_registered(watched, tensors, name, line)
                     return
         now = table.get(name, MISSING)
         if isinstance(now, Journal):  # self.log += [x]
@@ -385,19 +388,23 @@ class Recorder:
                 line,
                 "return the value, or keep it in an attribute of the module",
             )
-        require_may_leave(now, label, line)
-        written[label] = now
-        self.written[label] = Written(vars(watched.original), name, now, name in watched.reads, line)
-        self._set[id(watched.original), name] = label
+        self._note_written(watched, Written(vars(watched.original), name, now, name in watched.reads, line))
         self._put_back(watched, name, before)
 
-    def _take_registered(self, watched: Watched, kind: str, name: str, line: str, written: dict[str, Any]) -> None:
-        label, before, now = watched.label(name), watched.tables[kind].get(name), vars(watched.copy)[kind].get(name)
+    def _note_written(self, watched: Watched, written: Written) -> None:
+        """Notes what leaves the program in an attribute."""
+        label = watched.label(written.name)
+        require_may_leave(written.value, label, written.line)
+        self.written[label] = written
+        self._set[id(watched.original), written.name] = label
+
+    def _take_registered(self, watched: Watched, kind: str, name: str, line: str) -> None:
+        before, now = watched.tables[kind].get(name), vars(watched.copy)[kind].get(name)
         result = self.buffers.take(watched, kind, name, line)
         if isinstance(result, CaptureError):
             self._note_change(watched, name, line, before, now, result)
         elif result is not None:
-            written[label], self.written[label] = now, result
+            self.written[watched.label(name)] = result
 
     def _put_back(self, watched: Watched, name: str, before: Any) -> None:
         """Puts back what an attribute of the copy was."""
@@ -415,31 +422,28 @@ class Recorder:
             raise refused
         self._changes[watched.label(name)] = now, line, refused
 
-    def _take_carried(self, watched: Watched, name: str, line: str, written: dict[str, Any]) -> None:
+    def _take_carried(self, watched: Watched, name: str, line: str) -> None:
         """What a call makes of an attribute that it was given."""
-        label, now = watched.label(name), watched.now(name)
+        now = watched.now(name)
         if is_same(watched.carried[name], now):
             return
         if now is MISSING:
-            raise refusal(f"a call deletes {label}", line, "do so outside of forward")
-        require_may_leave(now, label, line)
-        written[label] = now
-        self.written[label] = Written(vars(watched.original), name, now, fills=False, line=line)
-        self._set[id(watched.original), name] = label
+            raise refusal(f"a call deletes {watched.label(name)}", line, "do so outside of forward")
+        self._note_written(watched, Written(vars(watched.original), name, now, fills=False, line=line))
 
-    def _take_unseen(self, watched: Watched, name: str, written: dict[str, Any]) -> None:
+    def _take_unseen(self, watched: Watched, name: str) -> None:
         """The same for what was written unseen: its line is looked for where it is refused."""
         label = watched.label(name)
 
         def refused_at(line: str) -> CaptureError:
             try:
-                self._take(watched, name, line, written)
+                self._take(watched, name, line)
             except CaptureError as error:
                 return error
             raise AssertionError(f"{label} is not refused")
 
         try:
-            self._take(watched, name, "an unknown line", written)
+            self._take(watched, name, "an unknown line")
         except CaptureError:
             raise StateChangedError(refused_at, lambda recorder, _: recorder.has_changed(label)) from None
 

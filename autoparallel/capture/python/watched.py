@@ -52,7 +52,6 @@ class Watched:
     carried: dict[str, Any] = field(default_factory=dict)
     carried_names: set[str] = field(default_factory=set)
     _stood_there: dict[str, list[tuple[dict[str, Any], Any]]] = field(default_factory=dict)
-    _versions: dict[str, int] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Notes what there is before a run, which has put its own tensors in the place of parameters and buffers."""
@@ -65,19 +64,12 @@ class Watched:
         tables = self._tables()
         self.carried[name] = value
         self.carried_names.add(name)
-        if isinstance(value, torch.Tensor):
-            self._versions[name] = value._version
         self._stood_there[name] = [(table, table.get(name, MISSING)) for table in tables]
         next((table for table in tables if name in table), tables[0])[name] = value
 
     def now(self, name: str) -> Any:
         """What stands in the place of an attribute."""
         return next((table[name] for table in self._tables() if name in table), MISSING)
-
-    def changed_carried(self) -> str:
-        """The label of a carried tensor that the run has changed in place; empty for none."""
-        names = (name for name, version in self._versions.items() if self.carried[name]._version != version)
-        return next(map(self.label, names), "")
 
     def put_back(self) -> None:
         """Puts back what stood where attributes were carried."""
@@ -87,7 +79,6 @@ class Watched:
                 if value is MISSING:
                     del table[name]
         self.carried.clear()
-        self._versions.clear()
         self._stood_there.clear()
 
     def _tables(self) -> list[dict[str, Any]]:
