@@ -7,7 +7,6 @@ references (``self.parent = weakref.ref(parent)``).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -39,15 +38,14 @@ class Closures:
         self._functions: dict[int, FunctionType | None] = {}
         self._registered = {*map(id, (*_torch.tensors.parameters_of(model), *model.buffers()))}
         self._surroundings = surroundings_of(model)
-        for module in model.modules():
-            for value in vars(module).values():
-                for function in _functions_in(value):
-                    self._follow(function)
-        for partly in partials_of(model):  # what a run changes of their arguments is looked after
+        held = held_by(model, FunctionType, partial)
+        for function in [x for x in held if isinstance(x, FunctionType)]:
+            self._follow(function)
+        for partly in [x for x in held if isinstance(x, partial)]:  # what a run changes of its arguments is noted
             arguments = *partly.args, *partly.keywords.values()
             reaches = any(isinstance(x, torch.Tensor) or self._reaches(x) for x in (partly.func, *arguments))
-            held = everything_in(arguments)
-            if not reaches and not any(isinstance(x, nn.Module) or id(x) in self._registered for x in held):
+            inside = everything_in(arguments)
+            if not reaches and not any(isinstance(x, nn.Module) or id(x) in self._registered for x in inside):
                 memo[id(partly)] = partly
 
     def fill(self, copied: nn.Module) -> None:
@@ -74,11 +72,13 @@ class Closures:
 
     def _follow(self, function: FunctionType) -> bool:
         """Makes a function of the copy, where it reaches into the model; whether it does."""
+        if not function.__closure__:
+            return False
         if id(function) in self._functions:
             return self._functions[id(function)] is not None
         self._functions[id(function)] = None
         cells = []
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
             value = contents_of(cell)
             is_bound = name in loads_of(function.__code__).bound or self._surroundings.name_of(Cell(cell, name))
             if isinstance(value, torch.Tensor) and id(value) not in self._registered and is_bound:
@@ -86,7 +86,7 @@ class Closures:
             elif id(cell) not in self._cells and self._reaches(value):
                 self._cells[id(cell)] = cell, CellType()
             cells.append(self._cells[id(cell)][1] if id(cell) in self._cells else cell)
-        if all(ours is theirs for ours, theirs in zip(cells, function.__closure__ or (), strict=True)):
+        if all(ours is theirs for ours, theirs in zip(cells, function.__closure__, strict=True)):
             return False
         twin = FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
@@ -103,20 +103,7 @@ class Closures:
         return self._follow(value) if isinstance(value, FunctionType) else id(value) in self._inside
 
 
-def partials_of(model: nn.Module) -> list[partial[Any]]:
-    """The ``functools.partial``s that modules hold, as hooks, too."""
-    attributes = (x for module in model.modules() for name, x in vars(module).items() if name not in TABLES)
-    held = [x for x in attributes if isinstance(x, partial | list | tuple | dict)]
-    return [value for value in everything_in(held) if isinstance(value, partial)]
-
-
-def _functions_in(value: Any) -> Iterator[FunctionType]:
-    """The functions with a closure in an attribute, and in the containers that it is."""
-    if isinstance(value, FunctionType):
-        if value.__closure__:
-            yield value
-    elif isinstance(value, partial):
-        yield from _functions_in(value.func)
-    elif isinstance(value, list | tuple | dict):
-        for entry in value.values() if isinstance(value, dict) else value:
-            yield from _functions_in(entry)
+def held_by(model: nn.Module, *kinds: type) -> list[Any]:
+    """The objects of some types that modules hold, as hooks, too, and in lists, dicts and objects of the user's."""
+    attributes = [x for module in model.modules() for name, x in vars(module).items() if name not in TABLES]
+    return [value for value in everything_in(attributes) if isinstance(value, kinds)]

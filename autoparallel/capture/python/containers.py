@@ -110,12 +110,6 @@ def entries_exchanged(containers: Iterable[Any], exchanged: Mapping[int, Any]) -
             refill(container, entries)
 
 
-def holds(value: Any, container: Any) -> bool:
-    """Whether a container is an entry of another one."""
-    entries = value.values() if isinstance(value, Mapping) else value
-    return any(x is container for x in entries)
-
-
 def objects_held(held: Iterable[tuple[str, Any]], objects: Container[int]) -> Iterator[tuple[str, Any]]:
     """Objects that modules hold, also in lists and dicts and by their methods, and then what those hold, with their
     places (``a.b[0].c``).

@@ -24,7 +24,7 @@ from torch.nn.utils import stateless
 
 from autoparallel import _torch
 from autoparallel.capture.python.changes import StateChangedError
-from autoparallel.capture.python.closures import partials_of
+from autoparallel.capture.python.closures import held_by
 from autoparallel.capture.python.containers import is_container, may_change
 from autoparallel.capture.python.draws import Draws, drawing_threads
 from autoparallel.capture.python.loads import Loads, loads_of
@@ -97,7 +97,7 @@ class GlobalsRead(Watcher):
         self._classes = _OF_TENSORS | {*map(id, map(type, model.modules()))}
         self._codes: dict[int, tuple[types.CodeType, Loads | None]] = {}
         self._owners: dict[int, tuple[Any, Finder]] = {id(owner): (owner, find) for owner, find in owners}
-        arguments = [x for function in partials_of(model) for x in arguments_of(function)]
+        arguments = [x for function in held_by(model, partial) for x in arguments_of(function)]
         self._arguments = [(x.read(), x) for x in arguments if may_change(x.read())]
         self._closures: set[Hashable] = set()
         self._new_modules: set[int] = set()

@@ -17,7 +17,7 @@ from autoparallel.capture.python.changes import (
     entries_set,
     require_may_leave,
 )
-from autoparallel.capture.python.containers import BY_VALUE, entries_of, flat, holds, holds_the_same, refill
+from autoparallel.capture.python.containers import BY_VALUE, entries_of, everything_in, flat, holds_the_same, refill
 from autoparallel.capture.python.given_entries import GivenEntries, changes_of
 from autoparallel.capture.python.journals import CURE, KINDS, Journal, changes, journal_of
 from autoparallel.capture.python.places import Place, places_of
@@ -235,8 +235,7 @@ class HeldContainers:
             return places[0].label
         for watched in self._watched:
             for name, value in vars(watched.copy).items():
-                may_hold = isinstance(value, list | tuple | dict) and not isinstance(value, Journal)
-                if value is container or may_hold and holds(value, container):
+                if any(x is container for x in everything_in(value)):
                     return watched.label(name)
         return ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,6 +40,25 @@ class FunctionOfItsWeight(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.product(x))
+
+
+class Activations:
+    """As a configuration has them."""
+
+
+@program(ranks=True)
+class FunctionsInObjects(Two):
+    """Functions in an object of the user's and in a namespace reach the model's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.config: Any = Activations()
+        self.config.inner = lambda x: torch.tanh(x) * self.gain
+        self.last = SimpleNamespace(scale=partial(lambda scale, x: x * self.gain.sum() * scale, 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last.scale(self.b(self.config.inner(self.a(x))))  # type: ignore[no-any-return]
 
 
 @program(ranks=True)
