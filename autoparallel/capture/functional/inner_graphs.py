@@ -6,9 +6,11 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoparallel._torch.export import graph_module
+from autoparallel.operators.opaque import CALL, HOOK
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
 
 
@@ -43,6 +45,14 @@ def inner_graph(
     canonicalize_operators(module)
     module.recompile()
     return module
+
+
+def obstacle_in(node: fx.Node) -> str | None:
+    """What keeps a call from being a part of such a graph, in words; None for nothing."""
+    if node.target in (CALL, HOOK):
+        return "an autograd.Function or a hook"
+    is_of_graphs = node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator)
+    return "an operator that runs graphs" if is_of_graphs else None
 
 
 def insert_call(

@@ -21,13 +21,12 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import free_unbacked_symbols
-from autoparallel.capture.functional.inner_graphs import inner_graph, insert_call
+from autoparallel.capture.functional.inner_graphs import inner_graph, insert_call, obstacle_in
 from autoparallel.capture.refusals.refusals import KEEP_ALL_ROWS
 from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.layers import draw_of
 from autoparallel.graph.lines import line_of, marks_of
 from autoparallel.operators.control_flow import SELECTION, control_operator, goes_by_values
-from autoparallel.operators.opaque import CALL, HOOK
 
 
 def group_selections(graph: fx.Graph) -> None:
@@ -119,7 +118,8 @@ def _replace(group: _Group) -> None:
     """Puts one call in the place of a group's."""
     calls = group.calls
     for node in calls:
-        _require_plain(node)
+        if obstacle := obstacle_in(node):
+            raise _refuse_size(f"{obstacle} runs on it", node)
     inside = {*calls}
     results = [node for node in calls if any(user not in inside for user in node.users)]
     read = dict.fromkeys(x for node in calls for x in node.all_input_nodes if x not in inside)
@@ -159,14 +159,6 @@ def _move_behind(last: fx.Node, first: fx.Node, inside: set[fx.Node]) -> None:
     for node in late:
         behind.append(node)
         behind = node
-
-
-def _require_plain(node: fx.Node) -> None:
-    """Refuses what the graph of a call cannot do."""
-    if node.target in (CALL, HOOK):
-        raise _refuse_size("an autograd.Function or a hook runs on it", node)
-    if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
-        raise _refuse_size("an operator runs on it that runs graphs", node)
 
 
 def _refuse_size(why: str, node: fx.Node) -> CaptureError:

@@ -32,7 +32,7 @@ from torch.export.graph_signature import (
 
 from autoparallel._torch.export import size_guards
 from autoparallel._torch.numbers import condition
-from autoparallel.capture.functional.inner_graphs import inner_graph, insert_call
+from autoparallel.capture.functional.inner_graphs import inner_graph, insert_call, obstacle_in
 from autoparallel.capture.functional.returned_numbers import make_tensors, type_of
 from autoparallel.capture.functional.way_graphs import (
     are_alike,
@@ -59,7 +59,6 @@ from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.layers import draw_of
 from autoparallel.graph.lines import marks_of
 from autoparallel.operators.control_flow import IF_ELSE, control_operator
-from autoparallel.operators.opaque import CALL, HOOK
 from autoparallel.rules.calls import READS
 
 Pair = tuple[fx.Node, fx.Node]
@@ -409,10 +408,8 @@ class _Merged:
         """Refuses what only one way does, and a call that runs one of two graphs cannot."""
         if draw_of(node) is not None:
             raise self.refused(_DRAWS)
-        if node.target in (CALL, HOOK):
-            raise self.refused("one runs an autograd.Function or a hook")
-        if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise self.refused("one runs an operator that runs graphs")
+        if obstacle := obstacle_in(node):
+            raise self.refused(f"one runs {obstacle}")
         if node.target in READS:
             raise self.refused("one reads a tensor's value into Python")
 

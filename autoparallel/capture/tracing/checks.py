@@ -28,6 +28,7 @@ from autoparallel import _torch
 from autoparallel.capture.tracing.drawn_scalars import number_of
 from autoparallel.capture.tracing.errors import is_caught
 from autoparallel.capture.tracing.messages import showing_if
+from autoparallel.capture.tracing.sources import Place, place_at
 from autoparallel.capture.tracing.stand_ins import replacement
 from autoparallel.capture.tracing.trace import Trace
 from autoparallel.graph.input_values import mapped
@@ -154,9 +155,6 @@ CHECKED: dict[Any, Callable[..., Any]] = dict.fromkeys(
 """The functions that ask for a value, with what takes their place while a model is traced."""
 
 
-_Part = ast.stmt | ast.expr
-
-
 def _ways_from(instructions: Sequence[dis.Instruction], offset: int, of_in: bool) -> tuple[int, int] | None:
     """Where Python goes on from an instruction that asks: where the answer is True, and where it is False.
 
@@ -186,24 +184,16 @@ def _passing_answer(instructions: Sequence[dis.Instruction], ways: tuple[int, in
 
 def _silent_answer(instructions: Sequence[dis.Instruction], ways: tuple[int, int], statement: ast.If) -> bool:
     """The answer that is farther from what a statement shows: past it, or else in its test."""
-    where = {x.offset: x.positions for x in instructions}
-    true, false = (_distance(where[way], statement) for way in ways)
+    where = {x.offset: x.positions or dis.Positions() for x in instructions}
+    true, false = (_distance(place_at(where[way]), statement) for way in ways)
     return true > false
 
 
-def _distance(place: dis.Positions | None, statement: ast.If) -> int:
+def _distance(place: Place | None, statement: ast.If) -> int:
     """0 in the body of a statement, 1 in its test, 2 past it."""
-    start = (place.lineno, place.col_offset) if place is not None else (None, None)
-    if start[0] is None or start[1] is None:
+    if place is None:
         return 2
-    parts: tuple[tuple[_Part, _Part], ...] = (
-        (statement.body[0], statement.body[-1]),
-        (statement.test, statement.test),
-    )
-    for distance, (first, last) in enumerate(parts):
-        if (first.lineno, first.col_offset) <= start < (last.end_lineno, last.end_col_offset):
-            return distance
-    return 2
+    return 0 if any(map(place.is_in, statement.body)) else 1 if place.is_in(statement.test) else 2
 
 
 def _only_raises(instructions: Sequence[dis.Instruction], offset: int) -> bool:

@@ -52,8 +52,13 @@ def place_of(node: ast.AST) -> Place | None:
 
 
 def place_in(frame: FrameType) -> Place | None:
-    """The part of the source that a frame is at; None where Python keeps none (``-X no_debug_ranges``)."""
-    line, end_line, column, end_column = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    """The part of the source that a frame is at."""
+    return place_at(list(frame.f_code.co_positions())[frame.f_lasti // 2])
+
+
+def place_at(positions: tuple[int | None, ...]) -> Place | None:
+    """The part of the source that an instruction is of; None where Python keeps none (``-X no_debug_ranges``)."""
+    line, end_line, column, end_column = positions
     if line is None or end_line is None or column is None or end_column is None:
         return None
     return Place(line, column, end_line, end_column)
