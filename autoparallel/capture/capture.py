@@ -72,15 +72,14 @@ def _capture(
         attempts += [(fixed_numbers, True)] * any(s.batch for s in specs if isinstance(s, InputSpec))
         attempts += [(fully_closed, True)]
     failed: CaptureError | None = None
-    vain: list[Any] = []  # what a model cannot be called with, traced or not
+    vain: list[Any] | None = None  # what a model cannot be called with, traced or not
     reads_values = reads_flags = fixes_whole = refused = False
     surroundings, rounds = surroundings_of(model), 0
     fixed: dict[str, None] = {}
     counters: set[str] = set()
     while attempts:
         forms, may_read = attempts.pop(0)
-        in_vain = refused or failed is not None and _examples(forms, settings) == vain
-        if not reads_values if may_read else in_vain:
+        if not reads_values if may_read else refused or _examples(forms, settings) == vain:
             continue
         attempt = Attempt(
             model, forms, in_spec, settings, fixed=fixed, leaves=leaves, may_read=may_read, counters=counters,

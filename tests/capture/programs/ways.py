@@ -335,6 +335,18 @@ class SetsItselfUp(SetUp):
         return self.b(h + self.noise) if self.ready else self.b(h)
 
 
+@program(batch=lambda step: (), ranks=True)
+class SetsItselfUpWithoutInputs(SetUp):
+    """As an equation at points of its own may."""
+
+    def forward(self) -> Tensor:
+        if not self.ready:
+            with torch.no_grad():
+                self.b.bias.copy_(self.a.weight.std(0))
+            self.ready.fill_(1)
+        return self.b(self.a.weight)  # type: ignore[no-any-return]
+
+
 @program(batch=signed, refused="torch.where")
 class CountsAndDraws(SetUp):
     """No flag: each count would be a trace of its own."""
