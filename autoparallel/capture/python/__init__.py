@@ -1,7 +1,7 @@
 """What a model reads and writes of Python's while it is traced.
 
 - ``recorder``: records what a copy of the model reads and writes of its attributes, of each object in ``watched``,
-  and in ``class_state`` of their classes;
+  and in ``class_state`` of their classes; ``copied_objects`` are where it looks;
   ``changes``: what becomes of what a call changes, and ``bound_buffers`` of what it binds to buffers;
   ``reads``: what its trace depends on; ``observed_classes`` tell it, and code which class
   an object is of, by what it does with that (``classes_asked``); ``containers`` are what it compares:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
-from types import MethodType
 from typing import Any
 
 import numpy as np
 
 from autoparallel.graph.generators import GENERATORS
-from autoparallel.graph.labels import is_key, label_of_entry
 from autoparallel.graph.python_state import (
     MISSING,
     attributes_beside,
@@ -108,32 +106,6 @@ def entries_exchanged(containers: Iterable[Any], exchanged: Mapping[int, Any]) -
     finally:
         for container, entries in before:
             refill(container, entries)
-
-
-def objects_held(held: Iterable[tuple[str, Any]], objects: Container[int]) -> Iterator[tuple[str, Any]]:
-    """Objects that modules hold, also in lists and dicts and by their methods, and then what those hold, with their
-    places (``a.b[0].c``).
-
-    Args:
-        held: what modules hold, with its places.
-        objects: the ids of what counts.
-    """
-    places = deque(sorted(held, key=lambda place: place[0].count(".")))
-    visited: set[int] = set()
-    while places:
-        label, value = places.popleft()
-        if isinstance(value, MethodType):  # a hook, perhaps
-            label, value = f"{label}.__self__", value.__self__
-        is_object, is_container = id(value) in objects, isinstance(value, list | tuple | dict | deque)
-        if id(value) in visited or not (is_object or is_container):
-            continue
-        visited.add(id(value))
-        if is_object:
-            yield label, value
-            places.extend((f"{label}.{name}", x) for name, x in vars(value).items())
-        else:
-            entries = value.items() if isinstance(value, dict) else enumerate(value)
-            places.extend((label_of_entry(label, key), x) for key, x in entries if not is_plain(x) and is_key(key))
 
 
 def everything_in(value: Any) -> Iterator[Any]:

@@ -9,7 +9,6 @@ refused.
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -31,12 +30,8 @@ from autoparallel.capture.python.changes import (
     require_may_leave,
 )
 from autoparallel.capture.python.class_state import ClassState
-from autoparallel.capture.python.containers import (
-    BY_VALUE,
-    is_remade,
-    objects_held,
-    objects_in,
-)
+from autoparallel.capture.python.containers import is_remade, objects_in
+from autoparallel.capture.python.copied_objects import copied_containers, copied_objects
 from autoparallel.capture.python.given_entries import changes_of_remade
 from autoparallel.capture.python.held_containers import HeldContainers
 from autoparallel.capture.python.journals import Journal
@@ -55,17 +50,10 @@ from autoparallel.graph.carried_attributes import ChangesAttributesError, may_be
 from autoparallel.graph.changed_arguments import ENTRIES
 from autoparallel.graph.errors import CaptureError, refusal, refused_draw
 from autoparallel.graph.generators import GENERATORS
-from autoparallel.graph.labels import is_entry, label_in, label_of_entry, split_entry
+from autoparallel.graph.labels import is_entry, label_of_entry, split_entry
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.plain_tensors import LOSS, holder_of
-from autoparallel.graph.python_state import (
-    MISSING,
-    PythonState,
-    is_data,
-    is_same,
-    shown,
-    slots_of,
-)
+from autoparallel.graph.python_state import MISSING, PythonState, is_same, shown
 
 
 class Recorder:
@@ -114,41 +102,25 @@ class Recorder:
         self._past: dict[str, tuple[Any, str]] = {}  # lists and dicts that are read past the model, and where
         self.classes = ClassState()
         self._changes: dict[str, tuple[Any, str, CaptureError]] = {}
-        originals: list[Any] = memo.get(id(memo), [])
         self._around, self._shared = around, shared
-        self._watched: dict[int, Watched] = {id(vars(around.copy)): around}
         self._recording = False
-        for prefix, (theirs, ours) in {"": (model, copied), **({LOSS: loss} if loss else {})}.items():
-            for path, module in ours.named_modules(remove_duplicate=False):
-                if id(vars(module)) not in self._watched:
-                    self._watch(label_in(prefix, path), theirs.get_submodule(path), module)
-        modules = [*model.modules(), *(loss[0].modules() if loss else ())]
-        twins = {id(memo[id(x)]): x for x in originals if is_data(x) and memo.get(id(x), x) is not x}
-        held = [(w.label(n), x) for w in self._watched.values() for n, x in vars(w.copy).items()]
-        for label, twin in objects_held(held, twins):
-            if id(vars(twin)) not in self._watched:
-                self._watch(label, twins[id(twin)], twin)
-        for original in twins.values():
-            twin = memo[id(original)]
-            if id(vars(twin)) not in self._watched:
-                self._watch(type(original).__name__, original, twin)
+        objects = copied_objects({"": (model, copied), **({LOSS: loss} if loss else {})}, around, memo)
+        self._watched = {id(vars(watched.copy)): watched for watched in objects}
+        for watched in objects:
+            if watched is not around:
+                self._watch(watched)
+        held = copied_containers(objects, memo)
+        self.containers = HeldContainers(held, filter(self._is_reached, objects), journals, read)
 
-        tables = {id(vars(w.original)) for w in self._watched.values()}
-        tables |= {id(vars(m)[kind]) for m in modules for kind in ("_buffers", "_parameters")}
-        containers = [x for x in originals if isinstance(x, (list, dict, set, deque, *BY_VALUE)) or slots_of(x)]
-        held = [(x, memo[id(x)]) for x in containers if id(x) not in tables and memo.get(id(x), x) is not x]
-        self.containers = HeldContainers(held, filter(self._is_reached, self._watched.values()), journals, read)
-
-    def _watch(self, path: str, original: Any, copied: Any) -> None:
-        watched = Watched(path, original, copied)
+    def _watch(self, watched: Watched) -> None:
+        original = watched.original
         try:
-            observe(copied, self)
+            observe(watched.copy, self)
         except TypeError:  # all that it has counts as read
             watched.reads.update(n for n in vars(original) if n not in INTERNAL)
             for name in filter(lambda n: self._shared.is_unusable(vars(original)[n]), watched.reads):
                 self._refusal = refused_use(watched.label(name), vars(original)[name], "an unknown line")
             watched.all_read = not isinstance(original, nn.Module)
-        self._watched[id(vars(copied))] = watched
 
     def __enter__(self) -> Recorder:
         for watched in self._watched.values():
