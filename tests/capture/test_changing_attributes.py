@@ -96,6 +96,25 @@ def test_entries_need_a_trace_for_each_answer() -> None:
     assert kinds == 3 and wrong < 1e-9
 
 
+class AveragingByLayer(nn.Module):
+    """A tensor under the name of a layer, as no buffer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+        self.means = {"blocks.0": torch.zeros(8, dtype=torch.float64)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        self.means["blocks.0"] = 0.9 * self.means["blocks.0"] + h.detach().mean((0, 1))
+        return h - self.means["blocks.0"]
+
+
+def test_tensors_under_any_name_need_one_trace() -> None:
+    kinds, wrong = run_distributed(_kinds, AveragingByLayer, (6,) * 4, world_size=1)[0]
+    assert kinds == 1 and wrong < 1e-9
+
+
 def _with_a_loss_that_counts() -> tuple[int, list[float]]:
     loss_fn, plain = Annealed(), nn.Linear(8, 8, dtype=torch.float64)
     model = autoparallel.compile(plain.to(DEVICE), loss_fn=loss_fn)

@@ -10,13 +10,11 @@ import torch
 
 from autoparallel._torch.numbers import KINDS
 from autoparallel.capture.python.containers import leaves_of
-from autoparallel.capture.python.given_entries import MOST_ENTRIES
 from autoparallel.capture.python.watched import may_leave
 from autoparallel.graph.carried_attributes import may_be_carried
 from autoparallel.graph.errors import CaptureError, refusal
-from autoparallel.graph.labels import has_place
 from autoparallel.graph.leaves import TYPES
-from autoparallel.graph.python_state import MISSING, is_data, is_plain, is_same, shown
+from autoparallel.graph.python_state import MISSING, is_data, is_plain, shown
 from autoparallel.graph.variables import Variable
 
 IN_THE_MODEL = (
@@ -145,22 +143,6 @@ def is_first_value(before: Any, now: Any) -> bool:
     return (before is MISSING or before is None) and all(
         not leaf.requires_grad if isinstance(leaf, torch.Tensor) else is_plain(leaf) for leaf in leaves_of(now)
     )
-
-
-def entries_set(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> dict[Any, Any] | None:
-    """What a call has set in a dict, as in a cache for each device: few new entries, and tensors in the place of
-    others; None where it has done anything else."""
-    if list(now)[: len(before)] != list(before) or len(now) > max(MOST_ENTRIES, len(before)):
-        return None
-    entries = {key: x for key, x in now.items() if key not in before or not is_same(before[key], x)}
-    may_be_set = all(has_place(key) and _may_be_set(before.get(key, MISSING), x) for key, x in entries.items())
-    return entries if may_be_set else None
-
-
-def _may_be_set(before: Any, now: Any) -> bool:
-    if isinstance(before, torch.Tensor):  # its values are read when the program runs
-        return isinstance(now, torch.Tensor) and not now.requires_grad
-    return before is MISSING and is_first_value(before, now)
 
 
 def advice_on(before: Any, value: Any) -> str:

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from autoparallel.capture.python.changes import is_first_value
 from autoparallel.capture.python.containers import leaves_of, plain_copy, refill
 from autoparallel.capture.python.places import Place
 from autoparallel.capture.python.watched import may_leave
 from autoparallel.graph.carried_attributes import may_be_carried
-from autoparallel.graph.changed_arguments import Entries, entries_changed
-from autoparallel.graph.labels import is_key, label_of_entry, split_entry
+from autoparallel.graph.changed_arguments import Container, Entries, entries_changed
+from autoparallel.graph.labels import has_place, is_key, label_of_entry, split_entry
+from autoparallel.graph.python_state import MISSING
 
 KINDS = (dict, list, deque, defaultdict, OrderedDict, Counter)
 """The containers of which a call can be given entries."""
@@ -128,9 +130,22 @@ def changes_of(
         if not (isinstance(container, deque) and container.maxlen):  # it may grow without end
             return None
         new = places
-    read_anyway = {key for key, x in new.items() if in_buffers and _are_tensors(places.get(key), x)}
+    read_anyway = {key for key, x in new.items() if in_buffers and has_place(key) and _are_tensors(places.get(key), x)}
     to_give = _to_give(places, new, {*given_keys, *read_anyway})
     return None if to_give is None else (changed, to_give)
+
+
+def only_sets(before: Mapping[Any, Any], gone: Sequence[Any] | None, new: Container) -> bool:
+    """Whether a run has only set entries of a dict, as of a cache for each device: new ones, and tensors in the place
+    of others, whose values are read when the program runs."""
+    return (
+        gone == []
+        and isinstance(new, dict)
+        and all(
+            has_place(key) and (_are_tensors(before[key], x) if key in before else is_first_value(MISSING, x))
+            for key, x in new.items()
+        )
+    )
 
 
 def changes_of_remade(before: Any, now: Any, given_keys: Collection[Any]) -> dict[Any, Any] | None:

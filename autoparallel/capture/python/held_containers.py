@@ -14,11 +14,10 @@ from autoparallel.capture.python.changes import (
     ContainerChangedError,
     StateChangedError,
     Written,
-    entries_set,
     require_may_leave,
 )
 from autoparallel.capture.python.containers import BY_VALUE, entries_of, everything_in, flat, holds_the_same, refill
-from autoparallel.capture.python.given_entries import GivenEntries, changes_of
+from autoparallel.capture.python.given_entries import GivenEntries, changes_of, only_sets
 from autoparallel.capture.python.journals import CURE, KINDS, Journal, changes, journal_of
 from autoparallel.capture.python.places import Place, places_of
 from autoparallel.capture.python.watched import Watched, is_bookkeeping
@@ -134,11 +133,7 @@ class HeldContainers:
         self.originals.clear()
         for number, (container, before) in enumerate(self._entries):
             if self.is_changed(number):
-                entries = self._entries_set(container, before)
-                if entries:
-                    noted |= entries
-                else:
-                    changed |= self._changed_entries(number)
+                changed |= self._changed_entries(number, noted)
                 refill(container, before)
                 self.originals[id(self._originals[id(container)])] = self._label_of(container)
         for journal, places in self._journals:
@@ -154,25 +149,31 @@ class HeldContainers:
                 self.originals[id(self._originals[id(journal)])] = label
         return changed
 
-    def _changed_entries(self, number: int) -> dict[str, Any]:
-        """What a run has changed in a container of which entries can be given to a call.
+    def _changed_entries(self, number: int, noted: dict[str, Written]) -> dict[str, Any]:
+        """What a run has changed in a container of which entries can be given to a call; what it has only set in a dict
+        that is an attribute of a module is noted instead.
 
         Raises:
             CaptureError: where they cannot.
         """
         container, before = self._entries[number]
         places = self._places_of(container)
-        label = _label_read(places) if places else ""
+        if not places:
+            raise self._refusal_of(number)
+        first, label = places[0], _label_read(places)
+        in_buffers = type(container) is dict and isinstance(first.watched.copy, nn.Module) and not first.entry
+        change = changes_of(container, before, self._inputs.keys(container), in_buffers)
+        if in_buffers and change and only_sets(before, *change[0]) and first.watched.path.partition(".")[0] != LOSS:
+            entries, table = dict(change[0][1]), vars(first.watched.original)[first.name]
+            noted |= {label_of_entry(label, key): Written(table, key, x, fills=False) for key, x in entries.items()}
+            return {}
         is_read = type(container) not in KINDS or self._inputs.has(container)
         is_read |= any(place.label in self._read for place in places)
         is_read |= not any(place.may_be_put for place in places)  # nor a journal, in a tuple
-        if not label or not is_read:
+        if not is_read or change is None:
             raise self._refusal_of(number)
-        in_buffers = type(container) is dict and isinstance(places[0].watched.copy, nn.Module) and not places[0].entry
-        change = changes_of(container, before, self._inputs.keys(container), in_buffers)
-        if change is None:
-            raise self._refusal_of(number)
-        (gone, new), to_give = change
+        difference, to_give = change
+        gone, new = difference
         if to_give:
             refused = self._refusal_of(number)
             self.changes |= {label_of_entry(label, key): (now, refused) for key, now in to_give.items()}
@@ -184,20 +185,6 @@ class HeldContainers:
         """The error of the first that a run has changed and for which a journal may stand."""
         refusals = (self._refusal_of(number) for number in range(len(self._entries)) if self.is_changed(number))
         return next((error for error in refusals if isinstance(error, ContainerChangedError)), None)
-
-    def _entries_set(self, container: Any, before: Any) -> dict[str, Written]:
-        """What a run has set in a dict that is an attribute of a module; nothing where it has changed a container
-        otherwise."""
-        entries = entries_set(before, container) if type(container) is dict else None
-        places = ((w, name) for w in self._watched for name, x in vars(w.copy).items() if x is container)
-        watched, name = next(places, (None, ""))
-        if not entries or watched is None or not isinstance(watched.copy, nn.Module):
-            return {}
-        if watched.path.partition(".")[0] == LOSS:
-            return {}
-        table = vars(watched.original)[name]
-        label = watched.label(name)
-        return {label_of_entry(label, key): Written(table, key, x, fills=False) for key, x in entries.items()}
 
     def _refusal_of(self, number: int) -> StateChangedError:
         """The refusal of what a run has changed; perhaps a journal may stand for it."""
