@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from autoparallel.capture.python.reads import note_read_of_class
-from autoparallel.capture.python.roots import Root, find_nothing
+from autoparallel.capture.python.roots import Root
 from autoparallel.graph.generators import GENERATORS
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import LIBRARIES, MISSING, PythonState, is_data, is_users
@@ -68,9 +68,7 @@ class ClassState:
         line = line_of_frame(sys._getframe(1))
         if (cls, name) not in self._roots:
             read = partial(vars(cls).get, name, MISSING)
-            self._roots[cls, name] = Root(
-                (cls, name), label, read, partial(setattr, cls, name), None, find_nothing, line
-            )
+            self._roots[cls, name] = Root((cls, name), label, read, line, partial(setattr, cls, name))
         if not is_generator:
             self.containers_read[label] = value, line
 

@@ -69,10 +69,6 @@ def _key_id(key: Any) -> int:
     return key if type(key) is int else id(key)
 
 
-def _leave(value: Any) -> None:
-    """Leaves what a run has changed as it is."""
-
-
 class GlobalsRead(Watcher):
     """A context that records which globals and cells the functions running in it load, and who draws from Python's and
     numpy's generators.
@@ -335,10 +331,10 @@ class GlobalsRead(Watcher):
         """
         name = attributes[0]
         if value is os and name in ("environ", "getenv"):
-            self.places.add((id(os), "environ"), "os.environ", lambda: dict(os.environ), _leave, frame)
+            self.places.add((id(os), "environ"), "os.environ", lambda: dict(os.environ), frame)
             return
         if isinstance(value, ContextVar):
-            self.places.add((id(value), "get"), label, partial(value.get, MISSING), _leave, frame)
+            self.places.add((id(value), "get"), label, partial(value.get, MISSING), frame)
             return
         if isinstance(value, types.ModuleType):
             if value.__name__.partition(".")[0] in LIBRARIES:
@@ -349,7 +345,7 @@ class GlobalsRead(Watcher):
         elif not isinstance(value, types.FunctionType | threading.local) and not is_data(value):
             self.places.require_usable(label, value, frame)
             if is_plain(attribute_of(value, name)) and not isinstance(value, (torch.Tensor, OPAQUE)):
-                self.places.add((id(value), name), f"{label}.{name}", partial(attribute_of, value, name), _leave, frame)
+                self.places.add((id(value), name), f"{label}.{name}", partial(attribute_of, value, name), frame)
             return
         if isinstance(value, types.ModuleType | type | types.FunctionType):
             attribute = Attribute(value, name)
@@ -363,7 +359,7 @@ class GlobalsRead(Watcher):
             if inside is MISSING:
                 inside = attribute_of(value, name)
             else:
-                self.places.add((id(value), "all"), label, lambda: value, _leave, frame, find)
+                self.places.add((id(value), "all"), label, lambda: value, frame, find=find)
         if isinstance(inside, type) and len(attributes) > 1:
             self._add_chain(f"{label}.{name}", inside, attributes[1:], frame)
             return
@@ -376,7 +372,7 @@ class GlobalsRead(Watcher):
             self._add_chain(f"{label}.{name}", inside, attributes[1:], frame, find)
             return
         read, write = partial(attribute_of, value, name), partial(setattr, value, name)
-        self.places.add((id(value), name), f"{label}.{name}", read, write, frame, find_nothing if in_slot else find)
+        self.places.add((id(value), name), f"{label}.{name}", read, frame, write, find_nothing if in_slot else find)
 
     def _note_module(self, value: Any, label: str, frame: types.FrameType) -> None:
         """Notes what a module has that is no part of the model, as it may be called, and was not made by the call."""
@@ -388,7 +384,7 @@ class GlobalsRead(Watcher):
         if (id(value), "all") not in self.places and not is_of_tracing(value):
             for path, module in modules_apart(value, self._members).items():
                 read, write = partial(attributes_of, module), partial(set_attributes, module)
-                self.places.add((id(module), "all"), f"{label}.{path}" if path else label, read, write, frame)
+                self.places.add((id(module), "all"), f"{label}.{path}" if path else label, read, frame, write)
 
 
 def _is_executed(code: types.CodeType, table: Mapping[str, Any]) -> bool:

@@ -44,15 +44,15 @@ class PlacesRead:
     def add_variable(self, variable: Variable, label: str, frame: types.FrameType) -> None:
         """A place that is a variable."""
         key, find = (id(variable.owner), variable.name), partial(find_alone, variable)
-        self.add(key, label, variable.read, variable.write, frame, find, variable)
+        self.add(key, label, variable.read, frame, variable.write, find, variable)
 
     def add(
         self,
         key: Hashable,
         label: str,
         read: Callable[[], Any],
-        write: Callable[[Any], None],
         frame: types.FrameType,
+        write: Callable[[Any], None] | None = None,
         find: Finder = find_nothing,
         variable: Variable | None = None,
     ) -> None:
@@ -61,6 +61,7 @@ class PlacesRead:
         Args:
             key: tells it from others.
             frame: the function.
+            write: puts back what was there.
             find: finds the variables that it is reached by.
             variable: where it is one itself.
         """
@@ -81,7 +82,7 @@ class PlacesRead:
                 variable,
             )
             return
-        self._roots[key] = Root(key, label, read, write, variable, find, line_of_frame(frame))
+        self._roots[key] = Root(key, label, read, line_of_frame(frame), write, find, variable)
 
     def add_link(self, key: Hashable, label: str, read: Callable[[], Any], variable: Variable | None = None) -> None:
         """A place from which more is read, whose object may be replaced by another."""

@@ -49,7 +49,7 @@ class Root:
         key: tells it from others.
         label: for messages.
         read: reads what is there now.
-        write: puts a value there.
+        write: puts a value there; None where what a run has changed is left as it is.
         now: what the run has made of it, in short.
         variable: where it is one itself.
         find: finds the variables that it is reached by.
@@ -61,10 +61,10 @@ class Root:
         key: Hashable,
         label: str,
         read: Callable[[], Any],
-        write: Callable[[Any], None],
-        variable: Variable | None,
-        find: Finder,
         line: str,
+        write: Callable[[Any], None] | None = None,
+        find: Finder = find_nothing,
+        variable: Variable | None = None,
     ) -> None:
         self.line = line
         self.key, self.label, self.read, self.write = key, label, read, write
@@ -90,7 +90,7 @@ class Root:
 
     def restore(self) -> None:
         """Puts back what was there: the value, entries of containers, attributes of objects, states of generators."""
-        if self.read() is not self.value:
+        if self.write is not None and self.read() is not self.value:
             self.write(self.value)
         for value, content in self._contents:
             if content is not None:

@@ -304,7 +304,6 @@ class _Replacements:
 
 
 _REPLACEMENTS = _Replacements()
-_ABSENT = object()
 
 
 @contextmanager
@@ -313,7 +312,7 @@ def replaced_names() -> Iterator[None]:
     with _REPLACEMENTS.lock:
         if not _REPLACEMENTS.traces:
             for owner, name, new in _names():
-                before = getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner).get(name, _ABSENT)
+                before = getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner).get(name, MISSING)
                 _REPLACEMENTS.before.append((owner, name, before))
                 setattr(owner, name, new)
         _REPLACEMENTS.traces += 1
@@ -338,7 +337,7 @@ def _names() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _put_back(owner: Any, name: str, before: Any) -> None:
-    if before is _ABSENT:
+    if before is MISSING:
         delattr(owner, name)
     else:
         setattr(owner, name, before)
