@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel._torch.export import graph_module
+from autoparallel._torch.export import copy_node, graph_module
 from autoparallel.operators.opaque import CALL, HOOK
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
 
@@ -38,8 +38,7 @@ def inner_graph(
         return values[x] if x in values or twins is None else values[twins[x]]
 
     for node in calls:
-        values[node] = graph.node_copy(node, inner)
-        values[node].meta = dict(node.meta)
+        values[node] = copy_node(graph, node, inner)
     graph.output(tuple(map(inner, results)))
     module = graph_module(graph)
     canonicalize_operators(module)

@@ -30,7 +30,7 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 
-from autoparallel._torch.export import size_guards
+from autoparallel._torch.export import copy_node, size_guards
 from autoparallel._torch.numbers import condition
 from autoparallel.capture.functional.inner_graphs import inner_graph, insert_call, obstacle_in
 from autoparallel.capture.functional.returned_numbers import make_tensors, type_of
@@ -337,8 +337,7 @@ class _Merged:
             if not is_number_given(node):
                 self._require_plain(node)
             with self.graph.inserting_before(self.questions[0]):
-                self.twins[node] = copy = self.graph.node_copy(node, self.twins.__getitem__)
-            copy.meta = dict(node.meta)
+                self.twins[node] = copy_node(self.graph, node, self.twins.__getitem__)
         if self.twins[self.questions[1]] is not self.questions[0]:
             raise self.refused("what comes before the question differs")
 
