@@ -17,7 +17,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, NoReturn
 
 import numpy as np
@@ -48,24 +48,15 @@ class DrawnNumber:
     def __init__(self, ends: tuple[float, float], trace: Trace, source: str) -> None:
         self._ends, self._trace, self._source = ends, trace, source
 
-    def _compare(self, other: Any, comparison: Callable[[Any, Any], bool]) -> bool:
+    def _compare(self, comparison: Callable[[Any, Any], bool], other: Any) -> bool:
         if isinstance(other, int | float):
             answers = {comparison(end, other) for end in self._ends}
             if len(answers) == 1:
                 return answers.pop()
         self._refuse()
 
-    def __lt__(self, other: Any) -> bool:
-        return self._compare(other, operator.lt)
-
-    def __le__(self, other: Any) -> bool:
-        return self._compare(other, operator.le)
-
-    def __gt__(self, other: Any) -> bool:
-        return self._compare(other, operator.gt)
-
-    def __ge__(self, other: Any) -> bool:
-        return self._compare(other, operator.ge)
+    __lt__, __le__ = partialmethod(_compare, operator.lt), partialmethod(_compare, operator.le)
+    __gt__, __ge__ = partialmethod(_compare, operator.gt), partialmethod(_compare, operator.ge)
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise depends_on_draws(self._trace, self._source)
