@@ -84,15 +84,13 @@ def _caller() -> str:
     return frame.f_code.co_filename
 
 
-def _post_accumulate(trace: Trace, func: Any, *args: Any) -> Any:
-    raise refuse("a hook is registered on a parameter inside of forward", "register it once, outside of forward")
+def _refuse_call(what: str, cure: str) -> Callable[..., Any]:
+    """What takes the place of a function that no program has."""
 
+    def call(trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
+        raise refuse(what, cure)
 
-def _retain_grad(trace: Trace, func: Any, *args: Any) -> Any:
-    raise refuse(
-        "the gradient of a tensor inside of the model is kept (retain_grad)",
-        "look at it in a hook: x.register_hook(lambda grad: ...)",
-    )
+    return call
 
 
 def _grad_fn(trace: Trace, func: Any, tensor: Tensor, *rest: Any) -> Any:
@@ -112,13 +110,6 @@ def _grad(trace: Trace, func: Any, tensor: Tensor, *rest: Any) -> Any:
     raise refuse(
         "a gradient is read or cleared inside of the model (.grad), where the program has none",
         "do it in the loop, and keep what the model needs of it in a registered buffer",
-    )
-
-
-def _differentiate(trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
-    raise refuse(
-        f"{func.__name__}() differentiates inside of the model",
-        INSTEAD_OF_GRADIENTS,
     )
 
 
@@ -167,11 +158,16 @@ _MODULE = f"{FOLDER}nn/modules/module.py"
 
 OF_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: _register_hook,
-    Tensor.register_post_accumulate_grad_hook: _post_accumulate,
-    Tensor.retain_grad: _retain_grad,
+    Tensor.register_post_accumulate_grad_hook: _refuse_call(
+        "a hook is registered on a parameter inside of forward", "register it once, outside of forward"
+    ),
+    Tensor.retain_grad: _refuse_call(
+        "the gradient of a tensor inside of the model is kept (retain_grad)",
+        "look at it in a hook: x.register_hook(lambda grad: ...)",
+    ),
     _torch.autograd.GET_GRAD_FN: _grad_fn,
     _torch.autograd.GET_GRAD: _grad,
-    Tensor.backward: _differentiate,
+    Tensor.backward: _refuse_call("backward() differentiates inside of the model", INSTEAD_OF_GRADIENTS),
     _torch.autograd.SET_REQUIRES_GRAD: _requires_grad,
     Tensor.requires_grad_: _requires_grad,
     torch.autograd.grad: differentiate,
