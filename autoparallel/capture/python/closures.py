@@ -36,6 +36,7 @@ class Closures:
         self._inside = {id(module) for module in model.modules()} | {*memo}
         self._cells: dict[int, tuple[CellType, CellType]] = {}
         self._functions: dict[int, FunctionType | None] = {}
+        self._originals: list[FunctionType] = []
         self._registered = {*map(id, (*_torch.tensors.parameters_of(model), *model.buffers()))}
         self._surroundings = surroundings_of(model)
         held = held_by(model, FunctionType, partial)
@@ -52,6 +53,11 @@ class Closures:
         """Lets them reach into the copy, once it is made."""
         for theirs, ours in self._cells.values():
             ours.cell_contents = self._twin(theirs.cell_contents)
+        for function in self._originals:
+            twin = self._memo[id(function)]
+            twin.__defaults__ = tuple(map(self._twin, function.__defaults__ or ())) or None
+            twin.__kwdefaults__ = {name: self._twin(x) for name, x in (function.__kwdefaults__ or {}).items()} or None
+            vars(twin).update({name: self._twin(x) for name, x in vars(function).items()})
         for holder in (*copied.modules(), *filter(is_data, [*self._memo.values()])):
             for name, value in list(vars(holder).items()):
                 if isinstance(value, weakref.ref) and (twin := self._twin(value())) is not value():
@@ -72,13 +78,14 @@ class Closures:
 
     def _follow(self, function: FunctionType) -> bool:
         """Makes a function of the copy, where it reaches into the model; whether it does."""
-        if not function.__closure__:
+        beside = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *vars(function).values()
+        if not function.__closure__ and not beside:
             return False
         if id(function) in self._functions:
             return self._functions[id(function)] is not None
         self._functions[id(function)] = None
         cells = []
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             value = contents_of(cell)
             is_bound = name in loads_of(function.__code__).bound or self._surroundings.name_of(Cell(cell, name))
             if isinstance(value, torch.Tensor) and id(value) not in self._registered and is_bound:
@@ -86,14 +93,13 @@ class Closures:
             elif id(cell) not in self._cells and self._reaches(value):
                 self._cells[id(cell)] = cell, CellType()
             cells.append(self._cells[id(cell)][1] if id(cell) in self._cells else cell)
-        if all(ours is theirs for ours, theirs in zip(cells, function.__closure__, strict=True)):
+        reaches = [self._reaches(x) for x in beside]  # all are followed
+        if not any(reaches) and all(a is b for a, b in zip(cells, function.__closure__ or (), strict=True)):
             return False
-        twin = FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
-        )
-        twin.__kwdefaults__, twin.__qualname__ = function.__kwdefaults__, function.__qualname__
-        twin.__dict__.update(function.__dict__)
+        twin = FunctionType(function.__code__, function.__globals__, function.__name__, None, tuple(cells))
+        twin.__qualname__ = function.__qualname__
         self._functions[id(function)] = self._memo[id(function)] = twin
+        self._originals.append(function)
         self._memo.setdefault(id(self._memo), []).append(function)
         return True
 

@@ -171,3 +171,18 @@ class HoldsAWeakSet(HoldsARate):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) * sum(rate.value for rate in self.rates)  # refused
+
+
+@program(between=lambda model, step: setattr(model, "scale", 1.0 + step), ranks=True)
+class DefaultsOfFunctions(Two):
+    """As where a loop makes them, whose variable each is to keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        self.steps = [lambda x, layer=layer, *, model=self: layer(x) * model.scale for layer in (self.a, self.b)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = step(x)
+        return x
