@@ -114,8 +114,8 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         grad: Tensor | None = None
         if of_loss is not None:
             grad = softmax.scatter_add(-1, local, -is_local.to(softmax.dtype).unsqueeze(-1))
-            grad = grad.where(valid.unsqueeze(-1), 0)
             grad = grad * redistribute(of_loss, "I", "R", ctx.group)  # two of these at a time, not three
+            grad = grad.where(valid.unsqueeze(-1), 0)  # also where that of a mean over no target is infinite, or NaN
         if of_softmax is not None:  # from a derivative of this backward
             along = redistribute((softmax * of_softmax).sum(-1, keepdim=True), "P", "R", ctx.group)
             through = softmax * (of_softmax - along)

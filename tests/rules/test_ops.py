@@ -47,6 +47,19 @@ def test_a_class_outside_of_sharded_logits_is_an_error_as_in_torch(wrong: int) -
         )
 
 
+def test_a_mean_over_no_target_has_a_gradient_of_zero_also_of_sharded_classes() -> None:
+    x, target = real(3, 12), torch.full((3,), -100)
+
+    def rank(index: int) -> Tensor:
+        part = x.chunk(3, 1)[index].detach().requires_grad_()
+        total = operators.cross_entropy_sum_sharded(part, target, -100, "mesh/tp")
+        (total / 0).nan_to_num().backward()
+        assert part.grad is not None
+        return part.grad
+
+    assert all(not grad.any() for grad in simulate(rank, (3,), ("tp",)))
+
+
 class TestDropout:
     def _mask(self, state: operators.RandomState, number: int = 0, p: float = 0.3) -> Tensor:
         with operators.draw_from(state):
