@@ -196,6 +196,22 @@ def _margin_ranking_loss(
     return _REDUCTIONS[reduction]((-target * (input1 - input2) + margin).clamp_min(0))
 
 
+def _multi_margin_loss(
+    _: Trace, func: Any, input: Tensor, target: Tensor, p: Any = 1, margin: Any = 1.0, weight: Tensor | None = None,
+    size_average: Any = None, reduce: Any = None, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    """Where a margin is just kept, torch's kernel has no gradient; what ``torch.export`` makes of it has one."""
+    usual = reduction in _REDUCTIONS and (size_average, reduce) == (None, None) and p in (1, 2)
+    if not usual or input.ndim != 2 or target.shape != input.shape[:1]:
+        return func(input, target, p, margin, weight, size_average, reduce, reduction)
+    labels = target.unsqueeze(1)
+    losses = F.relu(margin - input.gather(1, labels) + input) ** p
+    if weight is not None:
+        losses = losses * weight[labels]
+    losses = losses.where(torch.arange(input.shape[1], device=input.device) != labels, 0).mean(1)
+    return _REDUCTIONS[reduction](losses)
+
+
 def _batch_norm(
     _: Trace, func: Any, input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
     training: bool = False, momentum: Any = 0.1, eps: Any = 1e-5,
@@ -279,9 +295,10 @@ OF_OPEN: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout, torch.dropout: _dropout, F.dropout1d: _dropout, F.dropout2d: _dropout, F.dropout3d: _dropout,
     F.huber_loss: _huber_loss, F.smooth_l1_loss: _smooth_l1_loss, F.cross_entropy: _cross_entropy,
     F.gaussian_nll_loss: _gaussian_nll_loss, F.triplet_margin_loss: _triplet_margin_loss,
-    F.margin_ranking_loss: _margin_ranking_loss, F.scaled_dot_product_attention: _attention, F.batch_norm: _batch_norm,
-    Tensor.bernoulli_: _bernoulli_, Tensor.normal_: _normal_, torch.normal: _normal, Tensor.uniform_: _uniform_,
-    Tensor.new_tensor: _new_tensor, torch.quantile: _quantile, Tensor.quantile: _quantile,
+    F.margin_ranking_loss: _margin_ranking_loss, F.multi_margin_loss: _multi_margin_loss,
+    F.scaled_dot_product_attention: _attention, F.batch_norm: _batch_norm, Tensor.bernoulli_: _bernoulli_,
+    Tensor.normal_: _normal_, torch.normal: _normal, Tensor.uniform_: _uniform_, Tensor.new_tensor: _new_tensor,
+    torch.quantile: _quantile, Tensor.quantile: _quantile,
 }  # fmt: skip
 """The functions, with what takes their place while a model is traced."""
 

@@ -211,3 +211,17 @@ class LossesOfTorch(Two):
             F.smooth_l1_loss(p, q, reduction="none").amax(1).mean(),
         ]
         return torch.stack(losses).sum()
+
+
+@program(ranks=True)
+class MarginsThatAreJustKept(Two):
+    """Whole numbers, between which many margins are exactly the least one, which has no gradient; beside what torch
+    composes of others, with which it takes the losses apart."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.arange(1.0, 9.0)
+        p, q = (h - h.detach() + h.detach().round() for h in (4 * self.a(x), 4 * self.b(x)))
+        labels = x.argmax(-1)
+        loss = torch.trapezoid(p, dim=1).mean()
+        loss = loss + F.multi_margin_loss(p, labels) + F.multi_margin_loss(q, labels, 2, 3.0, weight, reduction="sum")
+        return loss + F.multi_margin_loss(q, labels, margin=2.0, weight=weight, reduction="none").square().mean()
