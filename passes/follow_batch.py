@@ -219,7 +219,7 @@ class _Walk:
         if node.meta.get(BATCH_STATISTIC):
             return None
         if node.target is operator.getitem:
-            return operands[0] if operands else None
+            return operands[0] if operands else self._follow_result(node)
         if node.target is aten.add.Tensor and len(terms := [x for x in node.args if not _is_zero(x)]) == 1:
             (term,) = terms  # what sums are added up to begins with zero
             if isinstance(term, fx.Node) and is_tensor(term) and shape_of(term) == shape_of(node):
@@ -254,6 +254,12 @@ class _Walk:
             pairs = zip(tensor_operands(node), operands, strict=True)
             operands = [Invariant if x in lookups and p == Shard(0) else p for x, p in pairs]
         return self._along_rule(node, operands) or _along_dim(node, operands)
+
+    def _follow_result(self, node: fx.Node) -> Placement | None:
+        """How one of several results lies: of what is the same for all rows (``slogdet`` of a parameter) it is, too."""
+        call: Any = node.args[0]
+        invariant = all(self.placements[x] == Invariant for x in tensor_operands(call))
+        return Invariant if invariant and not self._numbers(call) and not self._open_dims(node) else None
 
     def _take_for_granted(self, node: fx.Node) -> Placement | None:
         """How the result of a call lies that no rule knows, that is random, or a statistic of a batch norm."""

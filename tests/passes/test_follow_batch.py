@@ -31,6 +31,7 @@ def _weight(loss: Callable[[Tensor, Tensor], Tensor]) -> LossWeight:
 
 
 ROWS = torch.tensor([0, 1])
+MATRIX = torch.eye(3) + 1
 OVER_ROWS = nn.GRU(4, 3).requires_grad_(False)
 OVER_TIMES = nn.GRU(4, 3, batch_first=True).requires_grad_(False)
 ALIKE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -48,6 +49,7 @@ ALIKE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sums over named dims": lambda h, y: h.square().mean(1).sum(0),
     "distances": lambda h, y: F.l1_loss(h, torch.ones_like(h)),
     "a recurrent layer over times": lambda h, y: OVER_TIMES(h[:, None])[0].mean(),
+    "of several results of no row": lambda h, y: h.square().mean() - torch.linalg.slogdet(MATRIX)[1],
     "along another dim": lambda h, y: torch.diff(h, dim=-1).cumsum(-1).mean(),
 }
 DIFFERENT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
