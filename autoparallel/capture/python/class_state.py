@@ -85,7 +85,7 @@ class ClassState:
             (cls, name)
             for cls, before in self._tables.items()
             for name in {**before, **vars(cls)}
-            if before.get(name, MISSING) is not vars(cls).get(name, MISSING)
+            if name[:2] != "__" and before.get(name, MISSING) is not vars(cls).get(name, MISSING)
         ]
 
     def drawn_from(self) -> str:

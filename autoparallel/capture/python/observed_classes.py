@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any, Protocol
 
 import torch
@@ -104,9 +104,8 @@ def attributes_among_buffers(module: nn.Module) -> list[str]:
 
 
 def written_to(cls: type) -> list[str]:
-    """What has been set on a class of ours since it was made, but for what ``copy`` finds out of it; nothing for
-    another."""
-    return [name for name in vars(cls) if name not in {*_BODIES[cls], "__slotnames__"}] if cls in _BODIES else []
+    """What has been set on a class of ours since it was made, but for what Python keeps there; nothing for another."""
+    return [name for name in vars(cls) if name not in _BODIES[cls] and name[:2] != "__"] if cls in _BODIES else []
 
 
 def _observed_class(cls: type) -> type:
@@ -135,7 +134,7 @@ def _observed_class(cls: type) -> type:
                 observer.read(table, name)
             elif observer is not None and _asks_for_model(self, sys._getframe(1).f_code.co_filename):
                 return observer.read_all(table)
-            return get(self, name)
+            return _of_users_class(get(self, name))
 
         def __setattr__(self: Any, name: str, value: Any) -> None:
             table = vars(self)
@@ -169,6 +168,17 @@ def _observed_class(cls: type) -> type:
     return _CLASSES[cls]
 
 
+def _of_users_class(value: Any) -> Any:
+    """What is read of an object or a class: a method of a class of ours as one of the user's, which it may compare."""
+    if type(value) is MethodType and isinstance(value.__self__, type):
+        ours = next((c for c in value.__self__.__mro__ if c in _BODIES), None)
+        if ours is not None:
+            if ours in _OF_CLASSES:
+                _OF_CLASSES[ours].read_all_of_class(ours)
+            return MethodType(value.__func__, ours.__mro__[1])
+    return value
+
+
 def _asks_for_model(subject: Any, filename: str) -> bool:
     """Whether code in a file asks for a ``__dict__`` as a model's does, also by Python's own: ``"a" in namespace``,
     ``copy.copy(config)``."""
@@ -184,7 +194,7 @@ def _observed_metaclass(metaclass: type) -> Any:
             observer = _OF_CLASSES.get(cls)
             if observer is not None and name[:2] != "__":
                 observer.read_class(cls, name)
-            return get(cls, name)
+            return _of_users_class(get(cls, name))
 
         body = {"__module__": metaclass.__module__, "__getattribute__": __getattribute__}
         _METACLASSES[metaclass] = type(metaclass)(metaclass.__name__, (metaclass,), body)

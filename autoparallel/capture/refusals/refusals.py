@@ -262,8 +262,9 @@ _PRODUCTS = (
 
 INSTEAD_OF_WAYS = (
     "torch.where(condition, a, b) takes elements of both, torch.cond(condition, f, g, operands) runs one of two "
-    "functions; a check that only raises belongs before the call, and what Python must know (a largest length) into an "
-    "argument that is a number"
+    "functions; an if that only skips the work on no rows may be left out (out[mask] = expert(x[mask]) does none, and "
+    "gives gradients of 0, where there would be None); a check that only raises belongs before the call, and what "
+    "Python must know (a largest length) into an argument that is a number"
 )
 """What to do instead of going one of two ways by a tensor's value."""
 

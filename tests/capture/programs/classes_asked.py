@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -145,6 +145,32 @@ class ByGetattr(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) * getattr(self.__class__, "scale")  # noqa: B009
+
+
+class Based(Two):
+    @classmethod
+    def scaled(cls, x: Tensor) -> Tensor:
+        return x * (2.0 if cls is OfClassMethods else 1.0)
+
+
+@program(ranks=True)
+class OfClassMethods(Based):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(self.a(x)) + type(self).scaled(self.b(x)) + Based.scaled(x)
+
+
+@runtime_checkable
+class Runs(Protocol):
+    def run(self, x: Tensor) -> Tensor: ...
+
+
+@program(ranks=True)
+class OfProtocols(Two):
+    def run(self, x: Tensor) -> Tensor:
+        return self.a(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x) * (2.0 if isinstance(self, Runs) and not isinstance(self.b, Runs) else 1.0)
 
 
 @program(refused=".")
