@@ -167,12 +167,14 @@ UNTOUCHED: Mapping[str, tuple[str, ...]] = {
     ),
     "gradients that are taken inside are written out as operators, whatever the mode": (
         "hessian_vector_product", "gradient_penalty_inside", "requires_grad_inside", "input_made_to_require_grad",
-        "buffer_made_to_require_grad", "buffer_that_requires_grad",
+        "buffer_made_to_require_grad", "buffer_that_requires_grad", "aconstant_that_requires_one",
     ),
     "Python's own classes and numpy's arrays, and data that is not changed": (
         "data_that_stays_where_it_is", "arrays_of_numpy", "numbers_of_numpy", "checks_types", "method_of_an_object",
         "has_made_its_criterion", "locals_of_aclosure",
     ),
+    "what is written behind autograd's back is a value of its own": ("no_grad_in_place",),
+    "in eager torch 2.13 has no backward of torch.cond whose functions return one tensor": ("no_grad_inside_of_acond",),
     "it counts around the model, where both runs of one process do": ("global_counter", "cell_counter"),
     "the loss is known, and the others are detached in any case": ("dict_with_loss", "sum_and_count"),
 }  # fmt: skip

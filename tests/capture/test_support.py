@@ -17,7 +17,7 @@ SAMPLE = ("no_grad_branch", "straight_through", "tensor_hook_scales", "temperatu
 
 def test_every_subject_has_programs() -> None:
     assert {p.subject for p in PROGRAMS} == set(SUPPORT) and len(PROGRAMS) >= 90
-    assert sum(map(len, UNTOUCHED.values())) < 70
+    assert sum(map(len, UNTOUCHED.values())) < 75
 
 
 @pytest.mark.slow_where(lambda program: program.name not in SAMPLE)
