@@ -11,6 +11,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from autoparallel.graph.captured import InputSpec, NumberSpec
+from autoparallel.graph.records import is_held
 
 
 def scale_of(least_batch: int, batch: int) -> int:
@@ -37,6 +38,7 @@ class FakeInputs:
         shapes: which of their dims are open, as export wants it.
         ids: of the leaves.
         numbers: those of Python's that leaves stand for, by the places of these.
+        constants: those that no graph is given (a dtype, a device, a member of an enum), by the places of leaves.
         requiring: the places of the leaves that forward is known to have require gradients.
         twins: the places of the leaves that are the same tensor as an earlier one, with its place.
         alike: the sets of open dims that have the same size, as places of a leaf and a dim; empty where no other dim
@@ -58,12 +60,13 @@ class FakeInputs:
                 leaves.append(torch.empty((), dtype=spec.dtype))
                 dynamic.append({})
             else:
-                leaves.append(spec)
+                leaves.append(None if is_held(spec) else spec)
                 dynamic.append(None)
         self.arguments = pytree.tree_unflatten(leaves, in_spec)
         self.shapes = _shapes_of(self.arguments, leaves, dynamic) if leaves else None  # which export goes through
         self.ids = {*map(id, leaves)}
         self.numbers = {i: spec.value for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)}
+        self.constants = {i: spec for i, spec in enumerate(specs) if is_held(spec)}
         self.requiring = [i for i, s in enumerate(specs) if isinstance(s, InputSpec) and s.is_to_require]
         self.twins = [(i, s.twin) for i, s in enumerate(specs) if isinstance(s, InputSpec) and s.twin is not None]
         self.alike = _alike(specs)

@@ -163,6 +163,8 @@ class Training(nn.Module):
         for (first, dim), *others in self.inputs.alike:  # of which one symbol stands for a set
             for other, its in others:
                 torch._check(inputs[first].shape[dim] == inputs[other].shape[its])
+        for place, constant in self.inputs.constants.items():
+            inputs[place] = constant
         for place, earlier in self.inputs.twins:
             inputs[place] = inputs[earlier]
         before, now = self.findings.registered, dict(_torch.tensors.named_tensors(self.model))

@@ -118,10 +118,10 @@ _SYMPTOMS = (
     ),
     _Symptom(
         r"Unsupported input type|Unfamiliar meta val|^expected \d+ shapes, got \d+",
-        "pass the tensors that an object holds (model(data.x, data.edge_index)); set a function, a dtype, a device, an "
-        "enum or a module as an attribute of the model (model.act = torch.tanh), which belongs to the kind of call, or "
-        "pass a string or a number that says which to take",
-        "an argument is neither a tensor nor a number, a string or None, nor a container of these",
+        "pass the tensors that an object holds (model(data.x, data.edge_index)); set a function or a module as an "
+        "attribute of the model (model.act = torch.tanh), which belongs to the kind of call, or pass a string or a "
+        "number that says which to take",
+        "an argument is neither a tensor nor a constant (a number, a string, a dtype), nor a container of these",
     ),
     _Symptom("", "", kind="UncapturedHigherOrderOpError"),
     _Symptom(

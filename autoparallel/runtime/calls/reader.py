@@ -79,6 +79,7 @@ class CallReader:
         more = [*describe_attributes(argument), *describe_draws(drawn)]
         beside: dict[str, Any] = ({CARRIED: argument} if carried else {}) | ({DRAWS: drawn} if drawn else {})
         leaves, in_spec = flatten((args, {**kwargs, **beside} if beside else kwargs), caches)
+        leaves = [x.item() if isinstance(x, _NUMBERS) else x for x in leaves]
         count = len(leaves) - len(more)
         mesh = self.kinds.maker.mesh
         modules = _submodules(self.plain)
@@ -180,6 +181,10 @@ class CallReader:
         else:
             name = names[position] if position < len(names) else f"{position} (the target)"
         return f"the argument {name}{pytree.keystr(tuple(rest))}"
+
+
+_NUMBERS = (np.floating, np.integer, np.bool_)
+"""Those of numpy, which stand for Python's: they change from call to call as these do (``np.linspace``)."""
 
 
 def _submodules(model: nn.Module) -> tuple[nn.Module, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -90,6 +91,11 @@ def numbers_beside_lengths_that_are_fixed(run: Run) -> None:
 
 class Kind(enum.Enum):
     WIDE = 1
+    NARROW = 2
+
+
+class Size(enum.IntEnum):
+    TWO = 2
 
 
 class TakesAny(Two):
@@ -106,19 +112,31 @@ def a_function_is_passed_in() -> nn.Module:
     return TakesAny()
 
 
-@program(batch=lambda step: (numbers(8, 8, seed=step), torch.float64), refused=r"attribute of the model", line=False)
-def a_dtype_is_passed_in() -> nn.Module:
-    return TakesAny()
-
-
 @program(batch=lambda step: (numbers(8, 8, seed=step), nn.Tanh()), refused=r"attribute of the model", line=False)
 def a_module_is_passed_in() -> nn.Module:
     return TakesAny()
 
 
-@program(batch=lambda step: (numbers(8, 8, seed=step), Kind.WIDE), refused=r"attribute of the model", line=False)
-def an_enum_is_passed_in() -> nn.Module:
-    return TakesAny()
+def constants(step: int) -> tuple[Any, ...]:
+    """A member of an enum that changes, a dtype, a device and a slice, also in a dict."""
+    x, kind = numbers(8, 8, seed=step), (Kind.WIDE, Kind.NARROW)[step % 2]
+    return x, kind, torch.float64, {"device": x.device, "part": slice(0, 4), "sizes": x.shape[1:], "size": Size.TWO}
+
+
+@program(batch=constants, ranks=True)
+class TakesConstants(Two):
+    def forward(self, x: Tensor, kind: Kind, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
+        h = self.a(x).to(dtype)[:, options["part"]] * options["size"]
+        ones = torch.ones(options["sizes"], device=options["device"], dtype=dtype)
+        return self.b(ones * h.mean(-1, keepdim=True)) * (2.0 if kind is Kind.WIDE else 1.0)
+
+
+@program(batch=lambda step: (numbers(8, 8, seed=step), np.float64(0.1 * step), np.int64(step + 3)), ranks=True)
+class TakesNumbersOfNumpy(Two):
+    """As of ``np.linspace``."""
+
+    def forward(self, x: Tensor, scale: Any, power: Any) -> Tensor:
+        return self.b(self.a(x).abs() ** power) * scale
 
 
 @program(batch=lambda step: (), ranks=True)
