@@ -300,6 +300,7 @@ def test_what_the_model_has_compiled_runs_as_it_was_written() -> None:
     assert torch.ops.aten.sin.default in [node.target for node in captured.graph.nodes]
 
 
+@pytest.mark.wide
 def test_a_mask_of_flex_attention_that_is_passed_in_is_refused() -> None:
     mask = create_block_mask(lambda row, head, query, key: query >= key, None, None, 8, 8, device="cpu", BLOCK_SIZE=4)
     message = refusal(_Masked(), torch.rand(8, 8), mask)

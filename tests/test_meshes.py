@@ -196,6 +196,7 @@ def test_a_pipeline_that_is_not_taken_is_looked_at_while_it_gains(
     assert [mesh for mesh in choice.untried if mesh[0][0] == "pp"] == every[len(staged) :]
 
 
+@pytest.mark.wide
 def test_what_fits_a_device_goes_before_what_is_faster() -> None:
     fast, small = Alternative((("dp", 4),), 1.0, 90e9), Alternative((("pp", 4), ("dp", 1)), 2.0, 20e9)
     refused = Alternative((("pp", 2), ("dp", 2)), 0.5, 10e9, problem="changes results")

@@ -71,6 +71,7 @@ def test_objects_are_cast_and_compared_by_the_names_of_what_they_hold() -> None:
     assert {d.name for d in report.differences if d.kind in ("loss", "output")} == {"x", "loss"}
 
 
+@pytest.mark.wide
 def test_the_stages_of_a_pipeline_tell_of_their_own_parameters() -> None:
     inputs = Pair(torch.randn(8, 6), torch.randn(8, 4)), SimpleNamespace(y=torch.randn(8, 4))
     report = autoparallel.verify(Halves(), {"pp": 2}, inputs, loss_of)
@@ -128,6 +129,7 @@ def test_a_tolerance_is_measured_where_the_reference_began() -> None:
     assert max(d.tolerance or 0.0 for d in report.differences) < 1e-4 and loss_fn.weight == 1.0
 
 
+@pytest.mark.wide
 @needs_fork
 def test_a_module_that_the_model_hides_is_cast_with_it() -> None:
     teacher = nn.Linear(6, 6).requires_grad_(False)

@@ -75,6 +75,7 @@ def test_what_a_loop_sets_is_open(traces: list[int], caplog: pytest.LogCaptureFi
     assert "has changed from 0.1 to 0.15 (and 1 more)" in caplog.text
 
 
+@pytest.mark.wide
 def test_what_a_loop_sets_in_lists_and_dicts_is_open(traces: list[int]) -> None:
     """Also where something else changes with them, which has a trace of its own."""
     plain = Annealed(lambda h, x, n: h * n[0]["scale"] if n[1] else h)

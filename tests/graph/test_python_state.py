@@ -174,6 +174,7 @@ def test_defaults_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kinds(train(Defaults, between)) == 3
 
 
+@pytest.mark.wide
 def test_a_closure_of_the_loss() -> None:
     weight = 1.0
 

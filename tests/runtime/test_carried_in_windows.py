@@ -111,7 +111,7 @@ def _off(name: str, how: str, window: int) -> list[float]:
     return worst
 
 
-@pytest.mark.wide_where(lambda how, name: ([*OPTIONS].index(how) + [*MODELS].index(name)) % 6 > 0)
+@pytest.mark.wide_where(lambda how, name: ([*OPTIONS].index(how) + [*MODELS].index(name)) % 7 > 0)
 @pytest.mark.slow_where(lambda how, name: ([*OPTIONS].index(how) + [*MODELS].index(name)) % 2 > 0)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("how", OPTIONS)

@@ -57,6 +57,7 @@ def _step(shape: tuple[int, ...], chunks: int, options: dict[str, Any]) -> dict[
     return {"off": max(off(loss, expected), *gradients), "sent": sent.result(), "predicted": predicted}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.wide)], ids=str)
 def test_as_many_bytes_travel_in_more_collectives(shape: tuple[int, ...]) -> None:
     parts = [*[None] * (len(shape) - 1), Shard(1)]  # of the sequence

@@ -170,6 +170,7 @@ class Labelled(Classifier):
         return {"loss": F.cross_entropy(logits.view(-1, CLASSES), labels), "logits": logits}
 
 
+@pytest.mark.wide
 def test_logits_beside_a_loss_in_chunks_are_not_kept() -> None:
     torch.manual_seed(0)
     plain = Labelled().double()

@@ -67,6 +67,7 @@ def _classified(plan: str, shape: tuple[int, ...]) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.wide
 @pytest.mark.wide_where(lambda plan: plan != "fsdp_tensor_parallel")
 @pytest.mark.parametrize(
     ("plan", "shape"), [("fsdp", (2,)), ("data_parallel", (2,)), ("fsdp_tensor_parallel", (2, 2)), ("hybrid", (2, 2))]

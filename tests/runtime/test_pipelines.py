@@ -153,6 +153,7 @@ def _hand_out() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.wide
 def test_parameters_are_handed_to_a_stage_once_and_every_microbatch_adds_to_their_gradients() -> None:
     for seen in run_on_ranks(_hand_out, world_size=2):
         assert seen["1f1b"] < 1e-12 and seen["zero_bubble"] < 1e-12

@@ -72,7 +72,7 @@ def _train(kind: str, schedule: str | None) -> tuple[list[float], list[float], f
     return norms[0], norms[1], max((ours[name] - p).abs().max().item() for name, p in plain.named_parameters())
 
 
-@pytest.mark.wide_where(lambda kind, schedule: kind == "skips")
+@pytest.mark.wide
 @pytest.mark.parametrize(("kind", "schedule"), [("skips", None), ("skips", "1f1b"), ("shuffles", "interleaved_1f1b")])
 def test_calls_that_skip_layers_run_in_the_stages_of_others(kind: str, schedule: str | None) -> None:
     for ours, theirs, off in run_distributed(_train, kind, schedule, world_size=2):

@@ -328,6 +328,7 @@ def test_copies_of_full_parameters_are_trained_where_the_models_are() -> None:
         assert results == [[False] * 4, [True, True, False, True], [True, True, False, True]]
 
 
+@pytest.mark.wide
 def test_pruning_goes_on_as_the_refusal_says() -> None:
     for results in run_on_ranks(_pruned, world_size=2):
         assert all("new = copy.deepcopy(plain)" in text for text in results["words"])
