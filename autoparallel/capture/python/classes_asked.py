@@ -13,7 +13,7 @@ _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR")
 def use_behind(frame: FrameType) -> str:
     """What becomes of what the instruction gives that a frame is at: the name of an attribute that is read or set of
     it, or the operator that compares it; empty for anything else."""
-    return _uses_in(frame.f_code).get(frame.f_lasti, "")
+    return _use_of(frame.f_code, frame.f_lasti)
 
 
 def is_attribute_asked(frame: FrameType, name: str) -> bool:
@@ -27,15 +27,12 @@ def _reads_in(code: CodeType, name: str) -> frozenset[int]:
 
 
 @cache
-def _uses_in(code: CodeType) -> dict[int, str]:
-    instructions = [x for x in dis.get_instructions(code) if x.opname not in ("EXTENDED_ARG", "NOP")]
-    return {x.offset: use for i, x in enumerate(instructions) if (use := _use(instructions[i + 1 :]))}
-
-
-def _use(instructions: list[dis.Instruction]) -> str:
+def _use_of(code: CodeType, offset: int) -> str:
     above = 0  # so many values lie above it on the stack
-    for instruction in instructions:
+    for instruction in dis.get_instructions(code):
         name = instruction.opname
+        if instruction.offset <= offset or name in ("EXTENDED_ARG", "NOP"):
+            continue
         if not above and name in ("COPY", "SWAP"):  # type(self).count += 1
             continue
         if not above and name in _ATTRIBUTES:

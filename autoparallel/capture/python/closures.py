@@ -58,7 +58,8 @@ class Closures:
             twin.__defaults__ = tuple(map(self._twin, function.__defaults__ or ())) or None
             twin.__kwdefaults__ = {name: self._twin(x) for name, x in (function.__kwdefaults__ or {}).items()} or None
             vars(twin).update({name: self._twin(x) for name, x in vars(function).items()})
-        for holder in (*copied.modules(), *filter(is_data, [*self._memo.values()])):
+        objects = [x for key, x in self._memo.items() if key != id(x) and is_data(x)]  # what is shared is the user's
+        for holder in (*copied.modules(), *objects):
             for name, value in list(vars(holder).items()):
                 if isinstance(value, weakref.ref) and (twin := self._twin(value())) is not value():
                     vars(holder)[name] = self._memo[id(value)] = weakref.ref(twin)

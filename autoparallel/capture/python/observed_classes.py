@@ -12,7 +12,7 @@ from torch import nn
 
 from autoparallel import _torch
 from autoparallel.capture.python.classes_asked import COMPARISONS, is_attribute_asked, use_behind
-from autoparallel.graph.python_state import LIBRARIES, is_generated, is_library, is_tracers_file
+from autoparallel.graph.python_state import LIBRARIES, is_generated, is_library, is_tracers_file, is_users
 
 
 class Observer(Protocol):
@@ -93,7 +93,7 @@ def class_told(value: Any, cls: type, frame: FrameType) -> type:
 def asks_for_class(frame: FrameType) -> bool:
     """Whether a frame of a model's, or of a method that ``dataclasses`` has made for it, is at ``x.__class__``."""
     filename = frame.f_code.co_filename
-    return is_attribute_asked(frame, "__class__") and (is_generated(filename) or not is_library(filename))
+    return (is_generated(filename) or not is_library(filename)) and is_attribute_asked(frame, "__class__")
 
 
 def attributes_among_buffers(module: nn.Module) -> list[str]:
@@ -163,7 +163,10 @@ def _observed_class(cls: type) -> type:
             "__getattribute__": __getattribute__, "__setattr__": __setattr__, "__delattr__": __delattr__,
             "__reduce_ex__": __reduce_ex__,
         }  # fmt: skip
-        observed = _observed_metaclass(type(cls))(cls.__name__, (cls,), body)
+        metaclass = _observed_metaclass(type(cls))
+        arguments = cls.__name__, (cls,), body
+        # A metaclass of the user's may register what it makes.
+        observed = type.__new__(metaclass, *arguments) if is_users(type(cls)) else metaclass(*arguments)
         _CLASSES[cls], _BODIES[observed] = observed, frozenset(vars(observed))
     return _CLASSES[cls]
 
