@@ -359,14 +359,34 @@ def _numbers_changed(before: Hashable, now: Any, label: str) -> dict[str, tuple[
     Args:
         before: what the value was, frozen.
     """
-    if not isinstance(before, tuple) or before[0] is not type(now) or freeze(now) == before:
+    if not isinstance(before, tuple) or freeze(now) == before:
         return {}
-    if type(now) in (int, float):
-        return {label: (type(now)(before[1]), now)}
+    kind = kind_of_number(type(now))
+    if kind is not None and kind is kind_of_number(before[0]):
+        return {label: (_frozen_number(*before), now)}
+    if before[0] is not type(now):
+        return {}
     changes: dict[str, tuple[Any, Any]] = {}
     for place, inner, x in () if isinstance(now, Attributes) else _entries_changed(before, now, label):
         changes |= _numbers_changed(inner, x, place)
     return changes
+
+
+def kind_of_number(cls: Any) -> type | None:
+    """The class of Python's that numbers of a class are open as, which may be one of numpy; None for no number."""
+    if cls in (int, float):
+        return cls
+    kinds = {np.floating: float, np.integer: int}
+    return next((kinds[of] for of in kinds if isinstance(cls, type) and issubclass(cls, of)), None)
+
+
+def _frozen_number(kind: Any, value: Any) -> int | float:
+    """The number that was frozen, of Python's own kind."""
+    if not issubclass(kind, np.generic):
+        return kind(value)
+    if isinstance(value, bytes):
+        return np.frombuffer(value, kind)[0].item()
+    return float("nan") if "nan" in value else 0.0
 
 
 def _entries_changed(before: Hashable, now: Any, label: str, deep: bool = False) -> Iterator[tuple[str, Hashable, Any]]:

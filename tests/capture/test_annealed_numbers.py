@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,6 +74,24 @@ def test_what_a_loop_sets_is_open(traces: list[int], caplog: pytest.LogCaptureFi
         model(torch.randn(4, 8)).sum().backward()
     assert len(traces) == 2
     assert "has changed from 0.1 to 0.15 (and 1 more)" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.int64])
+def test_numbers_of_numpy_are_open_as_pythons(kind: Callable[..., Any], traces: list[int]) -> None:
+    """As of ``np.interp``: in a dict of the model's, and passed in."""
+    plain = Annealed(lambda h, x, n: h * n["scale"] if isinstance(n, dict) else h * n).eval()
+    plain.n = {"scale": kind(1)}  # type: ignore[assignment]
+    model: Any = autoparallel.compile(copy.deepcopy(plain))
+    x = torch.randn(4, 8)
+    counts = []
+    for step in range(5):
+        model.n["scale"] = plain.n["scale"] = kind(2 + step)  # type: ignore[index]
+        torch.testing.assert_close(model(x), plain(x))
+        counts.append(len(traces))
+    for step in range(5):
+        torch.testing.assert_close(model(x, kind(3 + step)), plain(x, kind(3 + step)))
+        counts.append(len(traces))
+    assert counts[1:5] == [counts[0] + 1] * 4 and counts[6:] == [counts[5] + 1] * 4
 
 
 @pytest.mark.wide

@@ -15,7 +15,7 @@ from autoparallel.capture.python.shared_parts import is_unusable, refused_use
 from autoparallel.graph.errors import CaptureError, refusal, refused_draw
 from autoparallel.graph.generators import GENERATORS
 from autoparallel.graph.lines import line_of_frame
-from autoparallel.graph.python_state import Attributes, PythonState, is_installed, is_plain, shown
+from autoparallel.graph.python_state import Attributes, PythonState, is_installed, is_plain, kind_of_number, shown
 from autoparallel.graph.surroundings import Surroundings
 from autoparallel.graph.variables import Global, Variable, is_left
 
@@ -152,7 +152,7 @@ class PlacesRead:
                 label = state.add(root.label, root.variable.owner, root.label, deep=True)
             else:
                 label = state.watch(root.label, root.read, root.key, deep=True)
-            if type(root.value) in (int, float) or isinstance(root.value, list | dict):
+            if kind_of_number(type(root.value)) or isinstance(root.value, list | dict):
                 state.around[label] = partial(root.look_after, self._surroundings)
         for key, (label, read, _) in self._links.items():
             state.watch(label, read, ("link", key))

@@ -79,7 +79,7 @@ class CallReader:
         more = [*describe_attributes(argument), *describe_draws(drawn)]
         beside: dict[str, Any] = ({CARRIED: argument} if carried else {}) | ({DRAWS: drawn} if drawn else {})
         leaves, in_spec = flatten((args, {**kwargs, **beside} if beside else kwargs), caches)
-        leaves = [x.item() if isinstance(x, _NUMBERS) else x for x in leaves]
+        leaves = list(map(_as_pythons, leaves))
         count = len(leaves) - len(more)
         mesh = self.kinds.maker.mesh
         modules = _submodules(self.plain)
@@ -132,7 +132,7 @@ class CallReader:
         carried: dict[str, Any] = {}
         problem: str | None = None
         for label in self.kinds.carried.values:
-            value = attribute_at(self.plain, label, self.kinds.maker.loss_fn)
+            value = _as_pythons(attribute_at(self.plain, label, self.kinds.maker.loss_fn))
             if value is MISSING and is_entry(label):  # the loop has emptied the container
                 continue
             if isinstance(value, DTensor) and value.device_mesh == self.kinds.maker.mesh:  # as a call has made it
@@ -183,8 +183,9 @@ class CallReader:
         return f"the argument {name}{pytree.keystr(tuple(rest))}"
 
 
-_NUMBERS = (np.floating, np.integer, np.bool_)
-"""Those of numpy, which stand for Python's: they change from call to call as these do (``np.linspace``)."""
+def _as_pythons(value: Any) -> Any:
+    """A number of numpy as one of Python's: it changes from call to call as that does (``np.linspace``)."""
+    return value.item() if isinstance(value, np.floating | np.integer | np.bool_) else value
 
 
 def _submodules(model: nn.Module) -> tuple[nn.Module, ...]:
