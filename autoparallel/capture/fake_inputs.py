@@ -50,7 +50,8 @@ class FakeInputs:
     ) -> None:
         leaves: list[Any] = []
         dynamic: list[dict[int, Any] | None] = []  # None for a leaf that is no tensor
-        for spec in specs:
+        self.constants = {i: spec for i, spec in enumerate(specs) if is_held(spec)}
+        for i, spec in enumerate(specs):
             if isinstance(spec, InputSpec):
                 fake = torch.empty(traced_shape(spec, scale), dtype=spec.dtype, device=device)
                 leaves.append(fake.requires_grad_(spec.requires_grad))
@@ -60,13 +61,12 @@ class FakeInputs:
                 leaves.append(torch.empty((), dtype=spec.dtype))
                 dynamic.append({})
             else:
-                leaves.append(None if is_held(spec) else spec)
+                leaves.append(None if i in self.constants else spec)
                 dynamic.append(None)
         self.arguments = pytree.tree_unflatten(leaves, in_spec)
         self.shapes = _shapes_of(self.arguments, leaves, dynamic) if leaves else None  # which export goes through
         self.ids = {*map(id, leaves)}
         self.numbers = {i: spec.value for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)}
-        self.constants = {i: spec for i, spec in enumerate(specs) if is_held(spec)}
         self.requiring = [i for i, s in enumerate(specs) if isinstance(s, InputSpec) and s.is_to_require]
         self.twins = [(i, s.twin) for i, s in enumerate(specs) if isinstance(s, InputSpec) and s.twin is not None]
         self.alike = _alike(specs)

@@ -63,7 +63,7 @@ def release(subject: Any) -> None:
 
 def is_observed(subject: Any) -> bool:
     """Whether an object is one of a copy, of whose access somebody is told, or a proxy that torch has put around it."""
-    return any(cls in _BODIES for cls in type(subject).__mro__)
+    return _class_of_ours(type(subject)) is not None
 
 
 def class_told(value: Any, cls: type, frame: FrameType) -> type:
@@ -79,15 +79,13 @@ def class_told(value: Any, cls: type, frame: FrameType) -> type:
     """
     if issubclass(cls, _torch.export.TRACED):
         return nn.Parameter if isinstance(value, nn.Parameter) else torch.Tensor
-    ours = next((c for c in cls.__mro__ if c in _BODIES), None)
+    ours = _class_of_ours(cls)
     if ours is None:
         return cls
     use = use_behind(frame)
     if use and use[:2] != "__" and use not in COMPARISONS:
         return cls
-    if not use and ours in _OF_CLASSES:
-        _OF_CLASSES[ours].read_all_of_class(ours)
-    return ours.__mro__[1]
+    return ours.__mro__[1] if use else _class_given(ours)
 
 
 def asks_for_class(frame: FrameType) -> bool:
@@ -96,11 +94,12 @@ def asks_for_class(frame: FrameType) -> bool:
     return (is_generated(filename) or not is_library(filename)) and is_attribute_asked(frame, "__class__")
 
 
-def attributes_among_buffers(module: nn.Module) -> list[str]:
-    """The buffers of a copy's module that are plain attributes of the user's."""
-    table = vars(module)
+def attributes_among_buffers(table: dict[str, Any]) -> list[str]:
+    """The buffers of an object of a copy that are plain attributes of the user's, by its ``__dict__``."""
     observer = _OBSERVERS.get(id(table))
-    return [] if observer is None else [name for name in module._buffers if observer.is_attribute(table, name)]
+    if observer is None:
+        return []
+    return [name for name in table.get("_buffers") or () if observer.is_attribute(table, name)]
 
 
 def written_to(cls: type) -> list[str]:
@@ -174,12 +173,21 @@ def _observed_class(cls: type) -> type:
 def _of_users_class(value: Any) -> Any:
     """What is read of an object or a class: a method of a class of ours as one of the user's, which it may compare."""
     if type(value) is MethodType and isinstance(value.__self__, type):
-        ours = next((c for c in value.__self__.__mro__ if c in _BODIES), None)
-        if ours is not None:
-            if ours in _OF_CLASSES:
-                _OF_CLASSES[ours].read_all_of_class(ours)
-            return MethodType(value.__func__, ours.__mro__[1])
+        ours = _class_of_ours(value.__self__)
+        return value if ours is None else MethodType(value.__func__, _class_given(ours))
     return value
+
+
+def _class_of_ours(cls: type) -> type | None:
+    """The class of ours that a class is, or that torch has derived it from."""
+    return next((c for c in cls.__mro__ if c in _BODIES), None)
+
+
+def _class_given(ours: type) -> type:
+    """The user's class that one of ours is derived from, all of which code may read that is given it."""
+    if ours in _OF_CLASSES:
+        _OF_CLASSES[ours].read_all_of_class(ours)
+    return ours.__mro__[1]
 
 
 def _asks_for_model(subject: Any, filename: str) -> bool:

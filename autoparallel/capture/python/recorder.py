@@ -35,7 +35,7 @@ from autoparallel.capture.python.copied_objects import copied_containers, copied
 from autoparallel.capture.python.given_entries import changes_of_remade
 from autoparallel.capture.python.held_containers import HeldContainers
 from autoparallel.capture.python.journals import Journal
-from autoparallel.capture.python.observed_classes import observe, release, written_to
+from autoparallel.capture.python.observed_classes import attributes_among_buffers, observe, release, written_to
 from autoparallel.capture.python.reads import note_names, note_read, note_shared
 from autoparallel.capture.python.shared_parts import SharedParts, refused_use
 from autoparallel.capture.python.watched import (
@@ -182,7 +182,7 @@ class Recorder:
 
     def read_all(self, table: dict[str, Any]) -> Mapping[str, Any]:
         """Notes that the ``__dict__`` of an object is asked for, and thereby all that is in it or is not."""
-        tensors = [name for name in table.get("_buffers") or () if self.is_attribute(table, name)]
+        tensors = attributes_among_buffers(table)
         if self._recording:
             self._watched[id(table)].all_read = True
             for name in (*table, *tensors):

@@ -230,7 +230,7 @@ def _named_buffers(
         frame = frame.f_back
     if frame is not None and not is_tracers_file(frame.f_code.co_filename):
         modules = self.named_modules(prefix=prefix) if recurse else [(prefix, self)]
-        plain = {f"{path}.{name}".lstrip(".") for path, x in modules for name in attributes_among_buffers(x)}
+        plain = {f"{path}.{name}".lstrip(".") for path, x in modules for name in attributes_among_buffers(vars(x))}
         yield from (x for x in named_buffers(self, prefix, recurse, remove_duplicate) if x[0] not in plain)
     elif remove_duplicate or not recurse:
         yield from named_buffers(self, prefix, recurse, remove_duplicate)
