@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoparallel
 from autoparallel.decisions.parameters import GATHERS, REDUCTIONS
 from autoparallel.plan import Plan
+from autoparallel.planner.request.presets import Preset
 from autoparallel.tools.processes import ProcessError
 from tests.distributed import failures_of
 from tests.runtime.support import (
@@ -351,12 +352,13 @@ def test_a_memory_limit_moves_reductions_into_the_microbatches() -> None:
     assert "reduced each microbatch" in tight[0]
 
 
-def _half() -> dict[str, Any]:
-    """64 microbatches of a bfloat16 model: the accumulated gradient against that of float64."""
+def _half(plan: Preset, frozen: bool) -> dict[str, Any]:
+    """64 microbatches of a bfloat16 model, frozen at first or not: the accumulated gradient against that of float64."""
     torch.manual_seed(0)
     plain = nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    model = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=F.mse_loss, plan="data_parallel")
+    given = copy.deepcopy(plain).requires_grad_(not frozen)
+    model = autoparallel.compile(given, mesh, loss_fn=F.mse_loss, plan=plan).requires_grad_(True)
     exact, naive = copy.deepcopy(plain).double(), copy.deepcopy(plain)
     generator = torch.Generator().manual_seed(0)
     dtypes = set()
@@ -375,9 +377,10 @@ def _half() -> dict[str, Any]:
     return {"ours": off[0], "naive": off[1], "dtypes": dtypes, "at the end": model.weight.grad.dtype}
 
 
-def test_accumulators_are_float32_or_wider() -> None:
+@pytest.mark.parametrize(("plan", "frozen"), [("data_parallel", False), ("data_parallel", True), ("fsdp", False)])
+def test_accumulators_are_float32_or_wider(plan: Preset, frozen: bool) -> None:
     """The pitfall "accumulating in the parameter's dtype"."""
-    for found in run_on_ranks(_half, world_size=2):
+    for found in run_on_ranks(_half, plan, frozen, world_size=2):
         assert found["dtypes"] == {torch.float32, torch.bfloat16} and found["at the end"] == torch.bfloat16
         assert found["ours"] < 0.5 * found["naive"], found
 

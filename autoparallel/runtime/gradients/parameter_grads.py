@@ -66,7 +66,10 @@ class ParameterGrads:
         if isinstance(earlier, DTensor) and earlier.dtype == grad.dtype and earlier.device_mesh == grad.device_mesh:
             _torch.dtensor.become(earlier, grad)
             grad = earlier
-        self._parameters[name].grad = grad
+        parameter = self._parameters[name]
+        if grad.dtype != parameter.dtype:  # of an accumulator
+            parameter.grad_dtype = None
+        parameter.grad = grad
 
     def give_part(self, name: str, local: torch.Tensor, layout: Layout) -> None:
         """Makes a local tensor, in a layout, a parameter's gradient, where it is not that already."""

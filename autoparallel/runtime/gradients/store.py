@@ -67,8 +67,6 @@ class GradientStore(ProgramParameters):
         beside = weakref.WeakMethod(self._take_beside)
         for name, parameter in parameters.items():
             show_engine(parameter, partial(_call_living, beside, name))
-            if parameter.requires_grad and parameter.dtype.itemsize < 4:
-                parameter.grad_dtype = None  # accumulators are float32
         self._pending: dict[str, ParameterChain] = {}
         self._hooks = HookCalls(parameters, lambda chain, value: self._add([chain], [value]))
         self._lock = threading.RLock()
