@@ -434,7 +434,7 @@ def test_devices_of_other_numbers_are_compiled_for_apart() -> None:
 
 
 class _Copies:
-    """Ranks of which each has the same."""
+    """Ranks of which each has the same; this is the last."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -443,10 +443,27 @@ class _Copies:
         return self.count
 
     def index(self, axis: str) -> int:
-        return 0
+        return self.count - 1
+
+    def all_reduce(self, x: Tensor, axis: str) -> Callable[[], Tensor]:
+        return lambda: x.mul_(self.count)
 
     def all_gather(self, x: Tensor, axis: str) -> Callable[[], Tensor]:
         return lambda: torch.stack([x] * self.count)
+
+
+@pytest.mark.parametrize(("src", "dst", "factor"), [("I", "R", 22.0), ("R", "I", 2.0)])
+def test_what_shares_memory_with_its_redistribution_keeps_its_gradient_apart(src: str, dst: str, factor: float) -> None:
+    """AOTAutograd makes results that share memory from each other, in eager."""
+    graph = fx.Graph()
+    copied = graph.call_function(torch.ops.aten.mul.Tensor, (graph.placeholder("x"), 1.0))
+    moved = graph.call_function(redistribute, (copied, src, dst, "mesh0/dp"))
+    graph.output((moved, graph.call_function(torch.ops.aten.view.default, (moved, [6])), copied))
+    x = torch.ones(2, 3, requires_grad=True)
+    with COMMUNICATOR.using(_Copies(2)):  # type: ignore[arg-type]
+        results = RegionCompiler("aot_eager")._compile(fx.GraphModule(nn.Module(), graph))(x)
+        torch.autograd.backward(results, [torch.full_like(y, g) for y, g in zip(results, (4, 6, 2), strict=True)])
+    assert x.grad is not None and x.grad.eq(factor).all(), x.grad
 
 
 @pytest.mark.slow

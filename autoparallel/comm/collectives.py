@@ -406,7 +406,8 @@ def transposed(src: str, dst: str) -> tuple[str, str]:
 def apply(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:
     """A redistribution as :func:`redistribute` does it, not differentiable."""
     if src == dst or (src, dst) in _NOTHING:
-        return x.view_as(x)
+        # AOTAutograd makes results that share memory from each other, past the autograd function between them.
+        return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
     if torch.compiler.is_compiling() or is_traced(x):
         return torch.ops.autoparallel.transfer(x, src, dst, group)
     return transfer(x, parse_placement(src), parse_placement(dst), group)
