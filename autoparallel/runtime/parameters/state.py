@@ -39,7 +39,7 @@ def slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raises when a parameter or buffer is neither on the mesh's kind of device nor on the meta device, or in a place
-    that nothing can take over."""
+    that nothing can take over, or has gradients of another dtype."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, DTensor):
             raise ValueError(
@@ -57,6 +57,12 @@ def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
         if not tensor.is_meta and (problem := elsewhere(tensor, mesh, "the model")):
             raise ValueError(f"{name} {problem}")
         require_own_hooks(name, tensor)
+        if tensor.grad_dtype not in (None, tensor.dtype):
+            raise ValueError(
+                f"{name}.grad_dtype is {tensor.grad_dtype}, but gradients have their parameter's dtype (what accumulates "
+                "is in float32 or wider)\nWhat to change: leave grad_dtype as it is, or keep the parameter in that dtype "
+                "and pass precision=MixedPrecisionPolicy(param_dtype=...)."
+            )
 
 
 @collected_rarely(FEW)  # the first of them imports Dynamo, of which nothing is garbage
