@@ -164,7 +164,7 @@ def differing(captured: Captured, call: Call, count: int) -> str:
     if problem := unable(captured, call):
         return problem
     if call.batch % count:
-        return f"its {call.batch} rows do not divide by {count}"
+        return f"its {call.batch} rows do not divide by {count} (drop_last=True in the data loader drops such a batch)"
     if computed := computed_attributes(captured):
         line = next((line for name in computed if (line := captured.set_at.get(name))), "")
         return f"it {shown_changes(computed)}{f', at {line}' * bool(line)}"

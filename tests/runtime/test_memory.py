@@ -151,8 +151,20 @@ def test_microbatches_that_would_differ_are_refused() -> None:
             model.prepare(*batch)
     with pytest.raises(PlanError, match=r"this call makes no loss \(pass loss_fn"):
         autoparallel.compile(nn.Linear(WIDTH, WIDTH), microbatches=2).prepare(batch[0])
+    with pytest.raises(PlanError, match=r"its 7 rows do not divide by 2 \(drop_last=True"):
+        autoparallel.compile(Classifier(), loss_fn=F.cross_entropy, microbatches=2).prepare(batch[0][:7], torch.arange(7))
+    with pytest.raises(PlanError, match=r"2 scalars that can be differentiated \(detach all but the loss\)"):
+        autoparallel.compile(_Logged(WIDTH, WIDTH), outputs="gather", microbatches=2).prepare(batch[0])
     with pytest.raises(PlanError, match="the batch size is fixed at 8"):
         autoparallel.compile(_Summed(WIDTH, WIDTH), microbatches=2).prepare(*batch, batch[1])
+
+
+class _Logged(nn.Linear):
+    """Returns a number beside its loss."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        y = super().forward(x)
+        return {"loss": y.square().mean(), "size": y.abs().mean()}
 
 
 class _Summed(nn.Linear):

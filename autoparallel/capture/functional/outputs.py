@@ -95,7 +95,8 @@ def weigh_outputs(
     results: Any = module.graph.output_node().args[0]
     scalars = [i for i in flowing if is_loss(results[i])]
     if loss is not None and len(scalars) > 1:
-        return LossWeight("unknown", reason=f"the model returns {len(scalars)} scalars that can be differentiated")
+        what = f"the model returns {len(scalars)} scalars that can be differentiated (detach all but the loss)"
+        return LossWeight("unknown", reason=what)
     if loss is None and len(flowing) > 1:
         return LossWeight("unknown", reason=explain_ambiguity(len(flowing))) if scalars else None
     return weigh_loss(module, scalars[0], counted, inputs) if scalars else None
