@@ -287,7 +287,8 @@ def test_a_parameter_that_others_share_is_not_trained_twice() -> None:
 def test_gradients_of_another_dtype_than_the_parameters_are_refused() -> None:
     model = nn.Linear(4, 4, dtype=torch.bfloat16)
     model.weight.grad_dtype, model.bias.grad_dtype = None, torch.float32  # None is any
-    assert re.search(r"bias\.grad_dtype is torch\.float32.*\nWhat to change", raised(lambda: autoparallel.compile(model)))
+    told = raised(lambda: autoparallel.compile(model))
+    assert re.search(r"bias\.grad_dtype is torch\.float32.*\nWhat to change", told), told
 
 
 def test_operations_are_counted_as_those_of_the_plain_model() -> None:

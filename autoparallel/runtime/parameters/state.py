@@ -59,9 +59,9 @@ def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
         require_own_hooks(name, tensor)
         if tensor.grad_dtype not in (None, tensor.dtype):
             raise ValueError(
-                f"{name}.grad_dtype is {tensor.grad_dtype}, but gradients have their parameter's dtype (what accumulates "
-                "is in float32 or wider)\nWhat to change: leave grad_dtype as it is, or keep the parameter in that dtype "
-                "and pass precision=MixedPrecisionPolicy(param_dtype=...)."
+                f"{name}.grad_dtype is {tensor.grad_dtype}, but gradients have the dtype of their parameters (what "
+                "accumulates is in float32 or wider)\nWhat to change: leave grad_dtype as it is, or keep the parameter "
+                "in that dtype and pass precision=MixedPrecisionPolicy(param_dtype=...)."
             )
 
 
