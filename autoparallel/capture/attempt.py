@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
@@ -29,11 +30,12 @@ from autoparallel.capture.describe import describe
 from autoparallel.capture.exports import export_way, name_outputs
 from autoparallel.capture.fake_inputs import FakeInputs, scale_of
 from autoparallel.capture.first_calls import read_of_next, state_of_next
+from autoparallel.capture.functional.detours import trace_all
 from autoparallel.capture.functional.devices import forget_devices
 from autoparallel.capture.functional.layers import NotAlike, Stack, find_stacks, leave_out
 from autoparallel.capture.functional.passes import filling_passes, resolving_passes
 from autoparallel.capture.functional.selections import group_selections
-from autoparallel.capture.functional.ways import FixedOnOneWayError, SetOnOneWayError, Way, merge
+from autoparallel.capture.functional.ways import FixedOnOneWayError, SetOnOneWayError, Way
 from autoparallel.capture.python.changes import (
     ContainerChangedError,
     StateChangedError,
@@ -178,7 +180,7 @@ class Attempt:
             ahead: what buffers hold, where Python may read it, by label; None for what those of the model do.
             tables: what several runs share of what stands behind names (see ``tracing.trace``).
         """
-        answers = Answers(rest=answer, most=_MOST_REHEARSED)
+        answers = Answers(rest=answer, most=_MOST_REHEARSED, looks=False)
         self.rehearsals.append(self._trace_of(wrapper, [], ahead, answers=answers, **tables))
         with everything_seen(self.rehearsals[-1]):
             try:
@@ -282,26 +284,25 @@ class Attempt:
         calls: dict[str, OpaqueCall] = {}
         hooks: dict[str, HookTemplate] = {}
 
-        def trace_from(answers: tuple[bool, ...]) -> Way:
-            """A trace of all ways that begin with some answers."""
+        def trace_with(answers: Answers) -> Way:
             wrapper = self.copies.make()
             leave_out(wrapper, stacks)
             trace = self._trace_of(
-                wrapper, wrapper.findings.questions, answers=Answers(answers), as_compiled=as_compiled,
-                calls=calls, hooks=hooks,
-            )  # fmt: skip
-            way = self._trace_way(wrapper, trace)
-            while (number := len(trace.questions) - 1) >= len(answers):
-                before = (*answers, *[True] * (number - len(answers)))
-                merge(way, trace_from((*before, False)))
-            return way
+                wrapper, wrapper.findings.questions, answers=answers, as_compiled=as_compiled, calls=calls, hooks=hooks
+            )
+            return self._trace_way(wrapper, trace)
 
-        way = trace_from(())
+        way = trace_all(trace_with)
+        way.program.graph.eliminate_dead_code()
         parameters = way.program.graph_signature.inputs_to_parameters
         group_selections(way.program.graph)
-        for node in way.program.graph.nodes:
-            if goes_by_values(node.target) and (count := sum(x.name in parameters for x in node.all_input_nodes)):
-                LOGGER.warning(ON_SELECTED if is_selection(node.target) else ON_ONE_WAY, count, line_of(node))
+        whole = Counter[tuple[str, str]]()
+        for node in filter(lambda node: goes_by_values(node.target), way.program.graph.nodes):
+            said = ON_SELECTED if is_selection(node.target) else ON_ONE_WAY
+            whole[said, line_of(node)] += sum(x.name in parameters for x in node.all_input_nodes)
+        for (said, line), count in whole.items():
+            if count:
+                LOGGER.warning(said, count, line)
         run_passes(resolving_passes(calls, hooks), way.program.graph_module)
         name_outputs(way.program)
         return way

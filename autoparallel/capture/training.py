@@ -53,7 +53,7 @@ class Findings:
         copies: the copies themselves: an id is unique while its owner lives.
         existing: of the tensors that the copy and its inputs have before a call, by id.
         left_out: what the trace leaves out, by the line of it: checks of values, and gradients of buffers.
-        questions: the tensors that Python has asked whether they hold; their values are the last results.
+        questions: the tensors that Python has asked whether they hold; what they return are the last results.
         has_outputs: whether the model has run, so that what fails now is the loss function.
         registered: the parameters and buffers of the copy before a trace, by their names.
         trained_apart: the tensors of the user's own to which the backward of the results brings a gradient.
@@ -170,6 +170,7 @@ class Training(nn.Module):
         before, now = self.findings.registered, dict(_torch.tensors.named_tensors(self.model))
         if trace is not None:
             trace.attributes.note_tensors(now, inputs)
+            trace.note_call(now, [name for name, _ in self.model.named_buffers()], self.recorder.now)
             trace.note_inputs(inputs)
             if trace.inputs is not None:
                 trace.inputs.note_held([*trace.attributes.buffers(), *self.findings.constants])
@@ -193,6 +194,7 @@ class Training(nn.Module):
             if left := {label: attributes[label] for label in self.returned_anyway if label not in written}:
                 written = dict(sorted({**written, **left}.items(), reverse=True))
         if trace is not None:
+            trace.end_call()
             _require_unset(trace.attributes)
             trace.require_same_inputs(self.inputs.requiring)
         _require_leaves(leaves)
@@ -211,7 +213,7 @@ class Training(nn.Module):
         stay = {name: x for name, x in now.items() if name not in bound}
         self.findings.memory = memory_of(results, stay, inputs)
         self.findings.trained_apart = _trained_apart(leaves)
-        return [*leaves, *(question.value for question in self.findings.questions)]
+        return [*leaves, *(x for question in self.findings.questions for x in question.results)]
 
     def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
         """What the model returns, or its loss; what both change of their arguments is kept."""

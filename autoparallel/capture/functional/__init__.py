@@ -5,8 +5,8 @@
   which write and do not say so; ``factorizations``: those of ``vmap``, which raise their errors.
 - ``passes``: the passes of a capture, in their order.
 - ``outputs``: says which output is the loss.
-- ``ways``: those that a call may take by a tensor's value, as one program; ``way_graphs``: what is read of their
-  graphs; ``returned_numbers``: numbers that both return.
+- ``ways``: those that a call may take by a tensor's value, as one program; ``detours``: all of them, where some meet
+  before the end; ``way_graphs``: what is read of their graphs; ``returned_numbers``: numbers that both return.
 - ``selections``: what is made of as many rows as values select; ``inner_graphs``: how it, and a way, become one call.
 - ``layers``: those that repeat, traced once.
 - ``devices``: where it was traced, forgotten.

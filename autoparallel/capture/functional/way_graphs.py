@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ def reads_of(node: fx.Node) -> list[fx.Node]:
 def what_is_done(node: fx.Node) -> tuple[Any, ...]:
     """A call without what it reads."""
     module: Any = node.graph.owning_module
+    if node.target is torch.ops.aten._assert_scalar.default:  # in words that name what one trace has
+        return node.op, node.target
     return node.op, what_of(node, module), take_apart(node.args, node.kwargs)[0]
 
 
@@ -84,6 +87,61 @@ def calls_for(way: Sequence[fx.Node], results: Collection[fx.Node]) -> list[fx.N
         if node in sources:
             sources.update(reads_of(node))
     return [node for node in way if node in sources]
+
+
+@dataclass
+class Asked:
+    """Where a way asks.
+
+    Attributes:
+        question: the copy of what Python asks for.
+        tensors: those on which it depends what the way does from there, and what it asks for.
+    """
+
+    question: fx.Node
+    tensors: list[fx.Node]
+
+
+def take_places(program: ExportedProgram, counts: Sequence[int]) -> list[Asked]:
+    """Where a program asks; of what it returns of questions, it returns from now on what is asked for alone.
+
+    Args:
+        counts: how many of its last results are of each question.
+    """
+    output, signature = program.graph.output_node(), program.graph_signature
+    values: Any = output.args[0]
+    places, left, begin = [], [*range(len(values) - sum(counts))], len(values) - sum(counts)
+    for count in counts:
+        end = begin + count
+        places.append(Asked(values[end - 1], [_source_of(x) for x in values[begin:end]]))
+        left.append(end - 1)
+        begin = end
+    output.args = (tuple(values[i] for i in left),)
+    signature.output_specs[:] = [signature.output_specs[i] for i in left]
+    for copy in values:
+        while isinstance(copy, fx.Node) and copy.target in _COPIES and not copy.users:
+            source = copy.args[0]
+            program.graph.erase_node(copy)
+            copy = source
+    return places
+
+
+def _source_of(copy: fx.Node) -> fx.Node:
+    """What ``x.detach().clone()`` is a copy of."""
+    while copy.target in _COPIES:
+        source = copy.args[0]
+        assert isinstance(source, fx.Node)
+        copy = source
+    return copy
+
+
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+def calls_between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """The calls after a node, and before another."""
+    calls = calls_behind(first)
+    return calls[: calls.index(last)]
 
 
 Changes = dict[tuple[OutputKind, str | None], tuple[OutputSpec, fx.Node]]

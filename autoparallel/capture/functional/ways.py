@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,15 +43,15 @@ from autoparallel.capture.functional.way_graphs import (
     do_the_same,
     explain_difference,
     is_number_given,
-    last_result,
     place_of,
     read_outputs,
     reads_of,
+    take_places,
     what_is_done,
 )
 from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.refusals import INSTEAD_OF_WAYS
-from autoparallel.capture.tracing.trace import Trace
+from autoparallel.capture.tracing.trace import Question, Trace
 from autoparallel.capture.training import Findings
 from autoparallel.graph.captured import SizeGuard
 from autoparallel.graph.carried_attributes import ChangesAttributesError
@@ -85,6 +86,7 @@ class Way:
         labels: of the attributes that the call is given.
 
     Attributes:
+        places: where it asks, one question after another.
         guards: what it takes for granted of sizes.
         assumed: what it takes for granted of numbers that are left open.
         state: what it has read of Python's.
@@ -99,6 +101,7 @@ class Way:
     labels: Set[str]
 
     def __post_init__(self) -> None:
+        self.places = take_places(self.program, [len(question.results) for question in self.findings.questions])
         values = [node.meta.get("val") for node in self.program.graph.find_nodes(op="placeholder")]
         sized = [x for x in values if isinstance(x, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in x.shape)]
         self.guards = {SizeGuard(*guard): None for guard in (size_guards(sized[0]) if sized else ())}
@@ -140,16 +143,14 @@ def merge(first: Way, second: Way) -> None:
         ChangesAttributesError: where the call is not given that.
         CaptureError: where they differ in what no such call can do.
     """
-    question = first.findings.questions[-1]
+    number = len(first.findings.questions) - 1
+    require_same_python(first, second, number)
+    _Merged(first, second, number).make()
+    note_merged(first, second)
 
-    def refused(why: str) -> CaptureError:
-        return refusal(
-            f"Python takes a way that depends on a tensor's values, and the two ways cannot be one program ({why}),",
-            question.line, INSTEAD_OF_WAYS,
-        )  # fmt: skip
 
-    _require_same_python(first, second, refused)
-    _Merged(first, second, refused).make()
+def note_merged(first: Way, second: Way) -> None:
+    """Notes that a way is of another one, too, which was told otherwise at its last question."""
     first.findings.questions.pop()
     first.findings.left_out.update(second.findings.left_out)
     first.guards.update(second.guards)
@@ -157,11 +158,28 @@ def merge(first: Way, second: Way) -> None:
     first.state.merge(second.state)
 
 
-def _require_same_python(first: Way, second: Way, refused: Callable[[str], CaptureError]) -> None:
-    """Refuses what the ways leave behind beside their tensors."""
+def refused_at(question: Question, why: str) -> CaptureError:
+    """The refusal of two ways that begin with a question."""
+    return refusal(
+        f"Python takes a way that depends on a tensor's values, and the two ways cannot be one program ({why}),",
+        question.line, INSTEAD_OF_WAYS,
+    )  # fmt: skip
+
+
+def require_same_python(first: Way, second: Way, number: int) -> None:
+    """Refuses what two ways leave behind beside their tensors.
+
+    Args:
+        number: of the question to which they have had different answers.
+    """
+    question = first.findings.questions[number]
+    _require_same_python(first, second, question, partial(refused_at, question))
+
+
+def _require_same_python(first: Way, second: Way, question: Question, refused: Callable[[str], CaptureError]) -> None:
     if first.findings.spec != second.findings.spec or first.findings.counted != second.findings.counted:
         raise refused("one returns what nests otherwise")
-    _require_same_attributes(first, second, refused)
+    _require_same_attributes(first, second, question.line, refused)
     for one, other in ((first, second), (second, first)):
         in_place = {str(target) for _, target in read_outputs(other.program)[0]} - {None}
         for name in sorted(one.recorder.buffers.rebound - other.recorder.buffers.rebound):
@@ -196,14 +214,13 @@ def _changed_parameters(program: ExportedProgram) -> set[str]:
     return {str(spec.target) for spec in specs if spec.kind == OutputKind.PARAMETER_MUTATION}
 
 
-def _require_same_attributes(first: Way, second: Way, refused: Callable[[str], CaptureError]) -> None:
+def _require_same_attributes(first: Way, second: Way, line: str, refused: Callable[[str], CaptureError]) -> None:
     """Raises where only one of the ways sets an attribute."""
     ours, theirs = first.findings.attributes, second.findings.attributes
     changed = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if not changed:
         return
     written = first.recorder.written | second.recorder.written
-    line = first.findings.questions[-1].line
     to_give = {name: (written[name].value, line) for name in changed if name in written and written[name].may_stay}
     if any(name in ours and name in theirs or name not in {*first.labels, *to_give} for name in changed):
         kind = {name: x.kind_before for name, x in written.items()}.get(changed[0], "")
@@ -216,51 +233,36 @@ def _require_same_attributes(first: Way, second: Way, refused: Callable[[str], C
 _DRAWS = "one draws random numbers"
 
 
-class _Merged:
-    """The merging of two programs.
+class Merger:
+    """What makes one program of two.
 
     Args:
-        first, second: the ways; the program of the first is rewritten. The last result of each is the question to which
-            they have had different answers.
-        refused: makes the error.
+        first, second: the ways; the program of the first is rewritten.
+        number: of the question to which they have had different answers.
+
+    Attributes:
+        questions_left: how many each still returns of what it asks for, which are no results.
+        alone: what only the first does, when they are joined.
     """
 
-    def __init__(self, first: Way, second: Way, refused: Callable[[str], CaptureError]) -> None:
-        self.first, self.second, self.refused = first.program, second.program, refused
+    questions_left = 1, 1
+    alone: list[fx.Node]
+
+    def __init__(self, first: Way, second: Way, number: int) -> None:
+        self.first, self.second = first.program, second.program
+        self.refused = partial(refused_at, first.findings.questions[number])
         self.literals = first.literals, second.literals
         self.graph = self.first.graph
-        self.questions = last_result(self.first), last_result(self.second)
+        self.questions = first.places[number].question, second.places[number].question
         self.twins: dict[fx.Node, fx.Node] = {}  # of what the second has in common with the first
 
-    def make(self) -> None:
-        """Rewrites the first program."""
-        make_tensors((self.first, self.second))
-        self._share_inputs()
-        self._share_beginning()
-        results = self._results()
-        first, second = (calls_behind(question) for question in self.questions)
-        pairs = self._common_end(first, second, [pair for _, pair in results if isinstance(pair, tuple)])
-        self.twins.update((b, a) for a, b in pairs)
-        first, second = (way[: len(way) - len(pairs)] for way in (first, second))
-        for node in (*first, *second):
-            self._require_plain(node)
-        joints = {self._key(x, y): None for a, b in pairs for x, y in zip(reads_of(a), reads_of(b), strict=True)}
-        joints |= {self._key(*pair): None for _, pair in results if isinstance(pair, tuple)}
-        results_of = self._join(first, second, [pair for pair in joints if pair[0] is not pair[1]])
-
-        def follow(x: fx.Node, y: fx.Node) -> fx.Node:
-            return results_of.get(self._key(x, y), x)
-
-        for a, b in pairs:
-            others = iter(reads_of(b))
-            a.args, a.kwargs = fx.map_arg((a.args, a.kwargs), lambda x, others=others: follow(x, next(others)))  # type: ignore[misc]
-        values = [follow(*pair) if isinstance(pair, tuple) else pair for _, pair in results]
-        self.graph.output_node().args = (tuple(values),)
-        self.first.graph_signature.output_specs[:] = [spec for spec, _ in results]
-        for node in reversed(first):
-            self.graph.erase_node(node)
-
     # -- what is in both ways -------------------------------------------------------------------------------------
+
+    def share_beginning(self) -> None:
+        """All that comes before the question is made in any case; what only the second way reads of it was dropped from
+        the first."""
+        self._share_inputs()
+        self._share_calls()
 
     def _share_inputs(self) -> None:
         """Every placeholder of the second way is one of the first, which gets the constants that it alone reads."""
@@ -323,9 +325,7 @@ class _Merged:
         )
         return placeholder
 
-    def _share_beginning(self) -> None:
-        """All that comes before the question is made in any case; what only the second way reads of it was dropped from
-        the first."""
+    def _share_calls(self) -> None:
         table: dict[Any, list[fx.Node]] = {}
         for node in calls_to(self.questions[0]):
             table.setdefault((what_is_done(node), tuple(reads_of(node))), []).append(node)
@@ -341,10 +341,10 @@ class _Merged:
         if self.twins[self.questions[1]] is not self.questions[0]:
             raise self.refused("what comes before the question differs")
 
-    def _results(self) -> list[tuple[OutputSpec, Pair | Any]]:
-        """What the program returns: for each spec, what the two ways have, or a value that both have; the question that
-        is answered is none of it."""
-        changes, returned = zip(*(read_outputs(program) for program in (self.first, self.second)), strict=True)
+    def results(self) -> list[tuple[OutputSpec, Pair | Any]]:
+        """What the program returns: for each spec, what the two ways have, or a value that both have; questions that
+        are answered are none of it."""
+        changes, returned = map(list, zip(*map(read_outputs, (self.first, self.second)), strict=True))
         results: list[tuple[OutputSpec, Pair | Any]] = []
         for place in {**changes[0], **changes[1]}:
             (spec, ours), (_, theirs) = (
@@ -352,9 +352,10 @@ class _Merged:
                 for of, program in zip(changes, (self.first, self.second), strict=True)
             )
             results.append((spec, (ours, theirs)))
+        returned = [rows[:-left] for rows, left in zip(returned, self.questions_left, strict=True)]
         if len(returned[0]) != len(returned[1]):
             raise self.refused("one returns more than the other")
-        for (spec, ours), (other, theirs) in zip(returned[0][:-1], returned[1][:-1], strict=True):
+        for (spec, ours), (other, theirs) in zip(*returned, strict=True):
             kinds = [type_of(*row) for row in ((spec, ours), (other, theirs))]
             if None not in kinds and kinds[0] is not kinds[1]:
                 shown = [f"{'an' if kind is int else 'a'} {kind.__name__}" for kind in kinds if kind is not None]
@@ -366,12 +367,12 @@ class _Merged:
             results.append((spec, ours if isinstance(spec.arg, ConstantArgument) else (ours, theirs)))
         return results
 
-    def _common_end(self, ours: Sequence[fx.Node], theirs: Sequence[fx.Node], results: Sequence[Pair]) -> list[Pair]:
+    def common_end(self, ours: Sequence[fx.Node], theirs: Sequence[fx.Node], results: Sequence[Pair]) -> list[Pair]:
         """The longest end of both ways that does the same with what corresponds.
 
         Args:
             ours, theirs: what is made after the question.
-            results: what both return.
+            results: what is made by it.
         """
         most = min(len(ours), len(theirs))
         length = next((i for i in range(most) if not do_the_same(ours[-1 - i], theirs[-1 - i])), most)
@@ -397,7 +398,7 @@ class _Merged:
         tensors = all(isinstance(node.meta.get("val"), torch.Tensor) for node in (x, y))
         return self.twins.get(y) is x or tensors and are_alike(x, y)
 
-    def _key(self, x: fx.Node, y: fx.Node) -> Pair:
+    def key(self, x: fx.Node, y: fx.Node) -> Pair:
         """What stands at a place, with what is of both ways as the first has it."""
         return x, self.twins.get(y, y)
 
@@ -412,7 +413,36 @@ class _Merged:
         if node.target in READS:
             raise self.refused("one reads a tensor's value into Python")
 
-    def _join(self, ours: Sequence[fx.Node], theirs: Sequence[fx.Node], joints: Sequence[Pair]) -> dict[Pair, fx.Node]:
+    def join(self, ours: list[fx.Node], theirs: list[fx.Node], results: Sequence[Pair]) -> dict[Pair, fx.Node]:
+        """Exchanges what only one way does for a call that runs one way or the other; what stands for each pair of
+        values that differ.
+
+        Args:
+            ours, theirs: what is made after the question.
+            results: what is made by it.
+        """
+        pairs = self.common_end(ours, theirs, results)
+        self.twins.update((b, a) for a, b in pairs)
+        ours, theirs = (way[: len(way) - len(pairs)] for way in (ours, theirs))
+        for node in (*ours, *theirs):
+            self._require_plain(node)
+        self.alone = ours
+        joints = {self.key(x, y): None for a, b in pairs for x, y in zip(reads_of(a), reads_of(b), strict=True)}
+        joints |= {self.key(*pair): None for pair in results}
+        values = self._insert_call(ours, theirs, [pair for pair in joints if pair[0] is not pair[1]])
+        for a, b in pairs:
+            reads = iter([values.get(self.key(x, y), x) for x, y in zip(reads_of(a), reads_of(b), strict=True)])
+            a.args, a.kwargs = fx.map_arg((a.args, a.kwargs), lambda _, reads=reads: next(reads))  # type: ignore[misc]
+        return values
+
+    def erase(self) -> None:
+        """Erases what the call does."""
+        for node in reversed(self.alone):
+            self.graph.erase_node(node)
+
+    def _insert_call(
+        self, ours: Sequence[fx.Node], theirs: Sequence[fx.Node], joints: Sequence[Pair]
+    ) -> dict[Pair, fx.Node]:
         """Inserts the call that runs one way or the other; what stands for each pair behind it.
 
         Args:
@@ -437,6 +467,22 @@ class _Merged:
         behind = ours[-1] if ours else self.questions[0]
         items = insert_call(behind, target, arguments, [x for x, _ in joints], marks_of(self.questions[0]))
         return dict(zip(joints, items, strict=True))
+
+
+class _Merged(Merger):
+    """The merging of two programs that are told otherwise at their last question and go on to their ends."""
+
+    def make(self) -> None:
+        """Rewrites the first program."""
+        make_tensors((self.first, self.second))
+        self.share_beginning()
+        results = self.results()
+        ours, theirs = (calls_behind(question) for question in self.questions)
+        values = self.join(ours, theirs, [pair for _, pair in results if isinstance(pair, tuple)])
+        returned = [values.get(self.key(*x), x[0]) if isinstance(x, tuple) else x for _, x in results]
+        self.graph.output_node().args = (tuple(returned),)
+        self.first.graph_signature.output_specs[:] = [spec for spec, _ in results]
+        self.erase()
 
 
 def _are_equal(a: Any, b: Any) -> bool:

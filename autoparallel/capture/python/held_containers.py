@@ -181,6 +181,15 @@ class HeldContainers:
             return {self._inputs.label_of(container, key) or label_of_entry(label, key): x for key, x in new.items()}
         return {f"{label}{ENTRIES}": [gone, new]}
 
+    def now(self) -> dict[str, Any]:
+        """What those hold that the run has changed until now, by any name, and what it has added where journals
+        stand."""
+        changed = {f"container {i}": x for i, (x, _) in enumerate(self._entries) if self.is_changed(i)}
+        contents = {
+            name: freeze(x) if isinstance(x, BY_VALUE) else [*flat(entries_of(x))] for name, x in changed.items()
+        }
+        return contents | {journal.label: journal.change() for journal, _ in self._journals}
+
     def growing(self) -> ContainerChangedError | None:
         """The error of the first that a run has changed and for which a journal may stand."""
         refusals = (self._refusal_of(number) for number in range(len(self._entries)) if self.is_changed(number))

@@ -244,6 +244,11 @@ class Recorder:
         elif not isinstance(getattr(type(watched.original), name, None), property):  # whose setter writes another one
             watched.writes[name] = line_of_frame(frame)
 
+    def now(self) -> dict[str, Any]:
+        """What the run has set until now, by label."""
+        changed = [(watched, name) for watched in self._watched.values() for name in watched.changed()]
+        return {watched.label(name): watched.now(name) for watched, name in changed} | self.containers.now()
+
     def is_attribute(self, table: dict[str, Any], name: str) -> bool:
         """Whether a buffer of the copy is a plain attribute of the user's, a tensor."""
         original = self._watched[id(table)].original

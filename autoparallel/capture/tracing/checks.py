@@ -82,7 +82,7 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     of_torch = frame.f_code.co_filename.startswith(_torch.export.FOLDER)
     value = None if of_torch else _question(func, *args, **kwargs)
     key = str(tensor) if func is _SYM_BOOL else ""
-    return func(*args, **kwargs) if value is None else trace.ask(value, line_of_frame(frame), key)
+    return func(*args, **kwargs) if value is None else trace.ask(value, frame, key)
 
 
 _CONSTRAINTS = constraints.Constraint.check.__code__.co_filename

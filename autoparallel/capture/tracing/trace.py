@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, fx
 
 from autoparallel import _torch
 from autoparallel.capture.refusals.refusals import INSTEAD_OF_WAYS
+from autoparallel.capture.tracing.continuations import Continuation
 from autoparallel.capture.tracing.inputs_read import InputsRead
 from autoparallel.capture.tracing.tensor_attributes import TensorAttributes
 from autoparallel.comm.current import Current
@@ -23,6 +25,9 @@ from autoparallel.graph.layers import mark_checkpointed
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.operators.opaque import OpaqueCall
 
+MOST_ALONE = 4
+"""How often Python may ask on ways that do not meet again: with every such question there are twice as many."""
+
 
 @dataclass(frozen=True)
 class Answers:
@@ -31,12 +36,14 @@ class Answers:
     Attributes:
         first: one question after another.
         rest: all further ones.
-        most: how often it may ask: every question doubles the traces.
+        most: how often it may ask.
+        looks: whether it is noted what Python has when it asks.
     """
 
     first: tuple[bool, ...] = ()
     rest: bool = True
-    most: int = 4
+    most: int = 64
+    looks: bool = True
 
     def __getitem__(self, number: int) -> bool:
         return self.first[number] if number < len(self.first) else self.rest
@@ -49,10 +56,29 @@ class Question:
     Attributes:
         value: what it was then.
         line: the one that asks.
+        continuation: what Python had then; None where that is not noted.
     """
 
     value: Tensor
     line: str
+    continuation: Continuation | None
+
+    @property
+    def results(self) -> list[Tensor]:
+        """What a trace returns of it, its value last."""
+        return [*(() if self.continuation is None else self.continuation.tensors), self.value]
+
+
+def refused_question(number: int, line: str, first: int = 0) -> CaptureError:
+    """The refusal of one question too many.
+
+    Args:
+        number: of those before it.
+        first: of those before the first one with which each question doubles the ways.
+    """
+    since = f"from the {first + 1}th on " if first else ""
+    what = f"Python asks for a tensor's value for the {number + 1}th time, and {since}every question doubles the ways"
+    return refusal(f"{what} that a call may take,", line, INSTEAD_OF_WAYS)
 
 
 class Trace:
@@ -75,6 +101,8 @@ class Trace:
     Attributes:
         reads_values: whether Python reads a tensor's value.
         asked_at: the line at which it asks first whether it is compiled; None for a model that does not.
+        runs: whether the model runs.
+        gradient_asked_after: after how many questions it has asked last whether a tensor requires a gradient.
         fixed: the lines at which the model fixed a size that was open, by the size.
         ahead: the numbers that the call is given to draw, by what they are drawn from (see ``graph.drawn_numbers``).
         drawn: the lines at which it has drawn them; ``draws`` says what.
@@ -118,6 +146,8 @@ class Trace:
         self.hooks: dict[str, HookTemplate] = {} if hooks is None else hooks
         self.inputs, self.attributes, self.reads_values = inputs, attributes, False
         self.asked_at: str | None = None
+        self.gradient_asked_after, self.runs = 0, False
+        self._running: list[FrameType] = []
         self.has_leaves, self.differentiates = False, ""
         self.places: dict[int, int] = {}
         self.read_inputs: set[int] = set()
@@ -130,6 +160,7 @@ class Trace:
         self.numbers: dict[Any, tuple[int, int | float]] = {}
         self.assumed: list[tuple[_torch.export.SymNode, bool | int]] = []
         self._answered: dict[str, bool] = {}  # by key
+        self._of_call: tuple[Mapping[str, Tensor], Sequence[str], Callable[[], Mapping[str, Any]]] = {}, (), dict
         self.ahead: Mapping[str, tuple[Any, ...]] = {}
         self.drawn: dict[str, list[str]] = {}
         self.draws: dict[str, list[int]] = {}
@@ -172,10 +203,11 @@ class Trace:
         entry = self.counting.get(id(x))
         return entry is not None and entry[1] == x._version
 
-    def ask(self, value: Tensor, line: str, key: str = "") -> bool:
+    def ask(self, value: Tensor, frame: FrameType, key: str = "") -> bool:
         """What Python is told that asks whether a tensor holds.
 
         Args:
+            frame: the one that asks.
             key: of what is asked; of what has been asked before the answer is known.
 
         Raises:
@@ -183,15 +215,38 @@ class Trace:
         """
         if key in self._answered:
             return self._answered[key]
-        number = len(self.questions)
-        if number == self.answers.most:
+        number, line, continuation = len(self.questions), line_of_frame(frame), None
+        if self.answers.looks:
+            held, buffers, changed = self._of_call
+            with self.silent():
+                continuation = Continuation(
+                    frame, self.originals, changed(), held, buffers, self._answered, self._running
+                )
+        is_last_way = continuation is not None and not continuation.may_be_met
+        if number == min(self.answers.most, MOST_ALONE if is_last_way else self.answers.most):
             self.reads_values = True
-            what = f"Python asks for a tensor's value for the {number + 1}th time, and every question doubles the ways"
-            raise refusal(f"{what} that a call may take,", line, INSTEAD_OF_WAYS)
-        self.questions.append(Question(value.detach().clone(), line))
+            raise refused_question(number, line)
+        self.questions.append(Question(value.detach().clone(), line, continuation))
         if key:
             self._answered[key] = self.answers[number]
         return self.answers[number]
+
+    def note_call(
+        self, held: Mapping[str, Tensor], buffers: Sequence[str], changed: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Notes what a call depends on beside the variables of functions.
+
+        Args:
+            held: the tensors of the copy, by name.
+            buffers: the names of those that a call may change.
+            changed: says what it has set until then, by label.
+        """
+        self._of_call, self.runs = (held, buffers, changed), True
+
+    def end_call(self) -> None:
+        """The model does not run any more, nor are its functions and what they hold kept."""
+        self.runs = False
+        self._running.clear()
 
     def note_inputs(self, inputs: Sequence[Any]) -> None:
         """Notes what stands for the inputs."""

@@ -12,11 +12,13 @@ torch is replaced (see ``replacements``).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from types import (
     BuiltinFunctionType,
+    FrameType,
     MethodDescriptorType,
     MethodWrapperType,
     WrapperDescriptorType,
@@ -42,6 +44,7 @@ from autoparallel.capture.tracing.trace import CURRENT, Trace
 from autoparallel.capture.tracing.values_read import READING
 from autoparallel.graph.errors import RAISED, CaptureError, note_raised
 from autoparallel.graph.plain_tensors import OF_FORM
+from autoparallel.graph.python_state import OURS
 from autoparallel.operators.opaque import opaque_calls
 
 
@@ -110,6 +113,16 @@ def _cast(trace: Trace, cast: Any, *args: Any, **kwargs: Any) -> Any:
     return cast(*args, **kwargs)
 
 
+def _asks_for_gradient(trace: Trace, get: Any, x: Any, *args: Any) -> Any:
+    """Notes that the model asks whether a tensor requires a gradient."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_name == "__torch_function__" or frame.f_code is _call.__code__):
+        frame = frame.f_back
+    if trace.runs and frame is not None and not frame.f_code.co_filename.startswith(OURS):
+        trace.gradient_asked_after = len(trace.questions)
+    return get(x, *args)
+
+
 _CASTS = (
     "to", "type", "type_as", "cpu", "cuda", "flatten", "positive", "__pos__", "bool", "int", "long", "half", "bfloat16",
     "float", "double",
@@ -117,6 +130,7 @@ _CASTS = (
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
     **{getattr(torch.Tensor, name): _cast for name in _CASTS},
+    **{getattr(torch.Tensor, name).__get__: _asks_for_gradient for name in ("requires_grad", "is_leaf", "grad_fn")},
     torch.flatten: _cast,
     torch.positive: _cast,
     torch.Tensor.view: _view,

@@ -1,0 +1,241 @@
+"""All that depends on what Python does from where it asks for a tensor's value (its continuation).
+
+Two traces that have had different answers may come to where everything is the same but what their tensors hold: the
+places in the functions that run, their live variables (see ``live_names``), what the call has set until then, and which
+tensors are one.  From there on they do the same, whatever they are told at further questions: so only what is between
+needs to be traced once for each answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoparallel import _torch
+from autoparallel.capture.tracing.live_names import live_names
+from autoparallel.graph.python_state import OURS
+
+_OUTERMOST = f"{OURS}capture/training.py"
+"""Where the call of the model begins."""
+
+_OF_TRACER = (*(f"{_torch.export.FOLDER}{name}/" for name in ("fx", "export", "_export")), f"{OURS}_torch/")
+
+
+@dataclass(frozen=True, eq=False)
+class _Itself:
+    """An object that is equal to none but itself."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.value is self.value
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A function that runs.
+
+    Attributes:
+        number: of its call, among all in this trace that have been met.
+        place: its code, and the instruction at which it is.
+        variables: what the live ones hold, by name; None where nobody can tell what it depends on.
+    """
+
+    number: int
+    place: tuple[CodeType, int]
+    variables: dict[str, Any] | None
+
+
+class Continuation:
+    """What Python has where it asks.
+
+    Args:
+        frame: the one that asks.
+        originals: of the objects in the traced copy of the model, by id.
+        changed: what the call has set until then, by label.
+        held: the tensors of the copy, by name.
+        buffers: the names of those that a call may change.
+        answered: what is known of relations of sizes that only values tell.
+        running: the functions that have been met in this trace; those that run are added.
+
+    Attributes:
+        tensors: copies of those on which it depends, in the order in which it finds them.
+        gradients: whether each requires a gradient, and is a leaf.
+    """
+
+    def __init__(
+        self,
+        frame: FrameType,
+        originals: Mapping[int, Any],
+        changed: Mapping[str, Any],
+        held: Mapping[str, Tensor],
+        buffers: Sequence[str],
+        answered: Mapping[str, bool],
+        running: list[FrameType],
+    ) -> None:
+        forms = _Forms(originals, {id(x): name for name, x in held.items()})
+        frames = [*_frames_to(frame)][::-1]
+        running += [x for x in frames if x not in running]
+        self._functions = [forms.function(x, running.index(x), asks=x is frame) for x in frames]
+        self._changed = forms.mapping({label: x for label, x in changed.items() if held.get(label) is not x})
+        for name in buffers:
+            forms.form(held[name])
+        self._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+        self._kinds = [forms.kind_of(x) for x in forms.tensors]
+        self.gradients = [(x.requires_grad, x.is_leaf) for x in forms.tensors]
+        sizes = {*re.findall(r"u\d+", f"{self._kinds} {forms.numbers}")}
+        self._answered = {key: x for key, x in answered.items() if not sizes.isdisjoint(re.findall(r"u\d+", key))}
+        self.tensors = [x.detach().clone() for x in forms.tensors]
+
+    @property
+    def may_be_met(self) -> bool:
+        """Whether all can be told that the function depends on which asks."""
+        return self._functions[-1].variables is not None
+
+    def is_met_by(self, other: Continuation, start: Continuation, others_start: Continuation) -> bool:
+        """Whether another trace goes on as this one does but for what tensors hold, and who asks whether they require
+        gradients.
+
+        Args:
+            start, others_start: where both traces have had different answers.
+        """
+        if [x.place for x in self._functions] != [x.place for x in other._functions]:
+            return False
+        left = self._moved_since(start)
+        if left != other._moved_since(others_start):
+            return False
+        moved = [*zip(self._functions[left:], other._functions[left:], strict=True)]
+        return (
+            all(a.variables is not None and a.variables == b.variables for a, b in moved)
+            and (self._changed, self._modes, self._kinds) == (other._changed, other._modes, other._kinds)
+            and self._answered == other._answered
+        )
+
+    def _moved_since(self, start: Continuation) -> int:
+        """The first of the functions that has gone on since an earlier question, or has been called since then."""
+        same = (a.number == b.number for a, b in zip(self._functions, start._functions, strict=False))
+        return max(0, next((i for i, is_same in enumerate(same) if not is_same), len(self._functions)) - 1)
+
+
+def _frames_to(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those around it, up to the call of the model, without those of the tracer, which hand on what they
+    are given."""
+    while frame is not None and (name := frame.f_code.co_filename) != _OUTERMOST:
+        if not name.startswith(_OF_TRACER):
+            yield frame
+        frame = frame.f_back
+
+
+class _Forms:
+    """Objects of a trace as what can be compared with those of another.
+
+    Args:
+        originals: see ``Continuation``.
+        names: of the tensors of the copy, by id.
+
+    Attributes:
+        tensors: those that it has met.
+        numbers: and the open numbers.
+    """
+
+    def __init__(self, originals: Mapping[int, Any], names: Mapping[int, str]) -> None:
+        self._originals, self._names = originals, names
+        self.tensors: list[Tensor] = []
+        self.numbers: list[str] = []
+        self._places: dict[int, int] = {}
+        self._memory: dict[int, int] = {}
+        self._open: dict[int, int] = {}  # containers and objects, by id, in the order in which they are met
+        self._alive: list[Any] = []
+
+    def function(self, frame: FrameType, number: int, asks: bool) -> _Function:
+        live = live_names(frame, asks)
+        variables = {name: x for name, x in frame.f_locals.items() if live is None or name in live}
+        form = self.mapping(dict(sorted(variables.items())))
+        return _Function(number, (frame.f_code, frame.f_lasti), None if live is None else form)
+
+    def mapping(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self.form(x) for name, x in values.items()}
+
+    def form(self, value: Any) -> Any:
+        """What an object is, but for what its tensors hold."""
+        kind = type(value)
+        if isinstance(value, Tensor) and _torch.export.is_fake(value):
+            if id(value) not in self._places:
+                self._places[id(value)] = len(self.tensors)
+                self.tensors.append(value)
+            return Tensor, self._places[id(value)]
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            self.numbers.append(str(value))
+            return kind, str(value)
+        if kind in _BY_VALUE or isinstance(value, Enum):
+            return kind, repr(value)
+        original = self._originals.get(id(value), value)
+        if original is not value or isinstance(value, _SHARED):
+            return _Itself(original)
+        if id(value) in self._open:
+            return kind, self._open[id(value)]
+        self._open[id(value)] = len(self._open)
+        self._alive.append(value)  # no other may have its id
+        if kind in (list, tuple, deque) or isinstance(value, tuple):
+            return kind, [*map(self.form, value)]
+        if kind is dict:
+            return kind, [(self.form(key), self.form(x)) for key, x in value.items()]
+        if kind is slice:
+            return kind, [self.form(x) for x in (value.start, value.stop, value.step)]
+        if kind is MethodType:
+            return kind, self.form(value.__func__), self.form(value.__self__)
+        if kind is FunctionType:
+            cells = [x.cell_contents for x in value.__closure__ or () if _has_value(x)]
+            return kind, value.__code__, [*map(self.form, (*cells, *(value.__defaults__ or ())))]
+        if _is_of_user(kind):
+            return kind, self.mapping(vars(value))
+        return _Itself(object())  # another one in each trace, as far as anybody knows
+
+    def kind_of(self, x: Tensor) -> tuple[Any, ...]:
+        """What Python can see of a tensor without its values, and which others have their values where it has them."""
+        kind: tuple[Any, ...] = type(x), self._names.get(id(x), ""), str(tuple(x.shape)), x.dtype, x.device, x.layout
+        if x.layout == torch.strided:
+            memory = self._memory.setdefault(_torch.tensors.memory_mark(x), len(self._memory))
+            kind += memory, str(x.stride()), str(x.storage_offset())
+        return kind
+
+
+_BY_VALUE = {
+    type(None), bool, int, float, complex, str, bytes, range, type(...), torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Size,
+}  # fmt: skip
+
+_SHARED = (
+    type, ModuleType, BuiltinFunctionType, MethodDescriptorType, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
+)  # fmt: skip
+"""What two traces have in common."""
+
+
+def _has_value(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _is_of_user(kind: type) -> bool:
+    """Whether all that objects of a class hold is in their ``__dict__``."""
+    mro: Sequence[type] = kind.__mro__[:-1]
+    written = all(x.__flags__ & 1 << 9 and not vars(x).get("__slots__") for x in mro)
+    return written and not any(x.__module__.partition(".")[0] == "torch" for x in mro)
