@@ -57,7 +57,7 @@ def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
         if not tensor.is_meta and (problem := elsewhere(tensor, mesh, "the model")):
             raise ValueError(f"{name} {problem}")
         require_own_hooks(name, tensor)
-        if tensor.grad_dtype not in (None, tensor.dtype):
+        if tensor.is_leaf and tensor.grad_dtype not in (None, tensor.dtype):  # no other tensor has one
             raise ValueError(
                 f"{name}.grad_dtype is {tensor.grad_dtype}, but gradients have the dtype of their parameters (what "
                 "accumulates is in float32 or wider)\nWhat to change: leave grad_dtype as it is, or keep the parameter "
