@@ -28,6 +28,12 @@ from autoparallel.capture.functional.way_graphs import (
 )
 from autoparallel.capture.functional.ways import Merger, Pair, Way, merge, note_merged, require_same_python
 from autoparallel.capture.tracing.trace import MOST_ALONE, Answers, refused_question
+from autoparallel.text import LOGGER
+
+ASKS_OFTEN = (
+    "the model asks %d times for a tensor's value, at first at %s: it is traced %d times, once for each question. An "
+    "if that only skips the work on no rows may be left out"
+)
 
 Tracer = Callable[[Answers], Way]
 """Makes the trace of one way."""
@@ -63,6 +69,8 @@ def _merge_all(trace: Tracer) -> Way:
     detours: list[Detour] = []
     other: Way | None = None
     for number in range(len(way.places)):
+        if number == MOST_ALONE:
+            LOGGER.warning(ASKS_OFTEN, len(way.places), way.findings.questions[0].line, len(way.places) + 1)
         other = noting(Answers((*[True] * number, False)))
         place = _meeting_place(way, other, number)
         if place is None or not (detour := Detour(way, other, number, place)).meets():

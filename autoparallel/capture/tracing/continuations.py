@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import (
@@ -73,6 +73,7 @@ class Continuation:
         buffers: the names of those that a call may change.
         answered: what is known of relations of sizes that only values tell.
         running: the functions that have been met in this trace; those that run are added.
+        value_of: what is known of a tensor's values in a trace.
 
     Attributes:
         tensors: copies of those on which it depends, in the order in which it finds them.
@@ -88,6 +89,7 @@ class Continuation:
         buffers: Sequence[str],
         answered: Mapping[str, bool],
         running: list[FrameType],
+        value_of: Callable[[Tensor], Any],
     ) -> None:
         forms = _Forms(originals, {id(x): name for name, x in held.items()})
         frames = [*_frames_to(frame)][::-1]
@@ -97,7 +99,7 @@ class Continuation:
         for name in buffers:
             forms.form(held[name])
         self._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
-        self._kinds = [forms.kind_of(x) for x in forms.tensors]
+        self._kinds = [(*forms.kind_of(x), value_of(x)) for x in forms.tensors]
         self.gradients = [(x.requires_grad, x.is_leaf) for x in forms.tensors]
         sizes = {*re.findall(r"u\d+", f"{self._kinds} {forms.numbers}")}
         self._answered = {key: x for key, x in answered.items() if not sizes.isdisjoint(re.findall(r"u\d+", key))}

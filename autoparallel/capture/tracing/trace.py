@@ -203,6 +203,13 @@ class Trace:
         entry = self.counting.get(id(x))
         return entry is not None and entry[1] == x._version
 
+    def _known_of(self, x: Tensor) -> tuple[Any, ...]:
+        """What Python may be told of a tensor's values in the trace."""
+        if self.inputs is not None:  # numbers that are read: they may be others in each trace
+            return (object(),)
+        scalar = self.scalars.get(id(x))
+        return self.counts_up(x), None if scalar is None or scalar[1] != x._version else str(scalar[2])
+
     def ask(self, value: Tensor, frame: FrameType, key: str = "") -> bool:
         """What Python is told that asks whether a tensor holds.
 
@@ -220,7 +227,7 @@ class Trace:
             held, buffers, changed = self._of_call
             with self.silent():
                 continuation = Continuation(
-                    frame, self.originals, changed(), held, buffers, self._answered, self._running
+                    frame, self.originals, changed(), held, buffers, self._answered, self._running, self._known_of
                 )
         is_last_way = continuation is not None and not continuation.may_be_met
         if number == min(self.answers.most, MOST_ALONE if is_last_way else self.answers.most):
