@@ -44,11 +44,14 @@ class ChunkedLoss(Region):
         program: makes the sum, as its one result, of rows and of what all rows share.
         rows: which of the program's arguments are rows: what the logits [..., C] are made of, and the targets.
         chunks: how many there are along a dim of rows; fewer where no dim is that long.
+        ignored: the target of rows that have no gradient, whatever that of the sum is; None for no such rows.
     """
 
-    def __init__(self, layer: str, program: fx.GraphModule, rows: Sequence[int], chunks: int) -> None:
+    def __init__(
+        self, layer: str, program: fx.GraphModule, rows: Sequence[int], chunks: int, ignored: int | None
+    ) -> None:
         super().__init__(layer, program)
-        self.rows, self.chunks = tuple(rows), chunks
+        self.rows, self.chunks, self.ignored = tuple(rows), chunks, ignored
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls ``function`` for each chunk of the arguments, and adds up what it returns."""
@@ -87,7 +90,8 @@ class _Chunked(torch.autograd.Function):
                         grads[i].narrow(dim, begin, count).copy_(grad)
                     else:
                         grads[i].add_(grad)
-        ctx.save_for_backward(*grads.values())
+        counted = torch.as_tensor(whole[loss.rows[1]] != loss.ignored).any()
+        ctx.save_for_backward(counted, *grads.values())
         ctx.places, ctx.dtypes = wanted, [whole[i].dtype for i in wanted]
         return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
 
@@ -95,8 +99,10 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         results: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
         if grads[0] is not None:
-            for i, dtype, grad in zip(ctx.places, ctx.dtypes, ctx.saved_tensors, strict=True):
-                results[i + 2] = (grad * grads[0]).to(dtype)
+            counted, *saved = ctx.saved_tensors
+            factor = torch.where(counted, grads[0], 0)  # that of a mean over no target is infinite, or NaN
+            for i, dtype, grad in zip(ctx.places, ctx.dtypes, saved, strict=True):
+                results[i + 2] = (grad * factor).to(dtype)
         return tuple(results)
 
 
@@ -140,5 +146,6 @@ def chunk_loss(module: fx.GraphModule, losses: Collection[str], chunks: int) -> 
         name = f"chunked_loss_{number}"
         entering = list(dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in nodes))
         rows = [entering.index(x) for x in (head.rows, arguments(head.loss)["target"])]
+        ignored = arguments(head.loss).get("ignore_index")
         program = outline(module, nodes, name)
-        module.add_submodule(name, ChunkedLoss(layer_of(head.loss) or "", program, rows, chunks))
+        module.add_submodule(name, ChunkedLoss(layer_of(head.loss) or "", program, rows, chunks, ignored))

@@ -29,7 +29,7 @@ from autoparallel.operators.control_flow import goes_by_values
 from autoparallel.operators.flex import is_flex, reads_of_rows
 from autoparallel.operators.opaque import has_own_backward
 from autoparallel.passes.canonicalize_operators import BATCH_STATISTIC
-from autoparallel.passes.weigh_loss import ADDITIONS, NUMBERS, SCALED, clamps_of, terms_of
+from autoparallel.passes.weigh_loss import ADDITIONS, MEANS, NUMBERS, SCALED, clamps_of, terms_of
 from autoparallel.placements import Invariant, Partial, Placement, Replicate, Shard
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import ancestors, arguments, is_tensor, shape_of, tensor_operands
@@ -233,7 +233,7 @@ class _Walk:
         if node in self.terms and node.target in LOSSES and Shard(0) in operands and rule_for(node) is None:
             self.means |= {node} if arguments(node)["reduction"] == 1 else set()
             return Partial if {*operands} <= {Shard(0), Invariant} else None
-        if node.target is operators.weighted_mean or node in self.terms and node.target is aten.div.Tensor:
+        if node.target in MEANS or node in self.terms and node.target is aten.div.Tensor:
             total, divisor = [*operands, Invariant][:2]
             if total == Partial and divisor in (Partial, Invariant):
                 return Partial

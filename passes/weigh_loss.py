@@ -41,7 +41,9 @@ ADDITIONS = (aten.add.Tensor, aten.sub.Tensor)
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default)
 NUMBERS = (aten.full.default, aten.scalar_tensor.default)
 """What makes tensors of numbers."""
-_QUOTIENTS = (aten.div.Tensor, operators.weighted_mean)
+MEANS = (operators.weighted_mean, operators.mean_or_sum)
+"""What takes the place of a division by a weight that may be 0."""
+_QUOTIENTS = (aten.div.Tensor, *MEANS)
 _SUMS = (aten.sum.default, aten.sum.dim_IntList, operators.cross_entropy_sum)
 
 
@@ -55,12 +57,13 @@ def weigh_loss(module: fx.GraphModule, loss: int, counted: bool, inputs: Collect
         inputs: the placeholders that are inputs.
     """
     results: Any = module.graph.output_node().args[0]
-    _, terms = terms_of(results[loss], inputs)
+    between, terms = terms_of(results[loss], inputs)
     quotients = [term.target in _QUOTIENTS for term in terms]
     if all(quotients):
         divisors = [term.args[1] for term in terms]
         if all(_is_same(divisors[0], divisor, {}) for divisor in divisors[1:]):
-            return _of_quotients(module.graph, terms, counted)
+            alone = all(term in {*terms, *between} or term == 0 for node in between for term in _summands(node))
+            return _of_quotients(module.graph, terms, counted, alone)
     elif not any(quotients):
         first, *others = map(_of_term, terms)
         if all((x.kind, expression(x.size)) == (first.kind, expression(first.size)) for x in others):
@@ -126,8 +129,17 @@ def clamps_of(quotient: fx.Node, count: fx.Node) -> list[fx.Node]:
     return chain[:-1]
 
 
-def _of_quotients(graph: fx.Graph, nodes: list[fx.Node], counted: bool) -> LossWeight:
-    """What quotients weigh that are divided by the same."""
+def _summands(node: fx.Node) -> tuple[Any, ...]:
+    """What an addition adds up."""
+    return node.args if node.target in ADDITIONS else ()
+
+
+def _of_quotients(graph: fx.Graph, nodes: list[fx.Node], counted: bool, alone: bool) -> LossWeight:
+    """What quotients weigh that are divided by the same.
+
+    Args:
+        alone: whether nothing else is added to them, of which a microbatch that weighs nothing must have none.
+    """
     divisor: Any = next((x for x in graph.nodes if any(x is node.args[1] for node in nodes)), None)
     totals = [node.args[0] for node in nodes]
     if divisor is None or not all(isinstance(x, fx.Node) for x in totals) or divisor.meta.get("differentiable"):
@@ -139,12 +151,13 @@ def _of_quotients(graph: fx.Graph, nodes: list[fx.Node], counted: bool) -> LossW
         return LossWeight("unknown", reason="it is divided by a tensor that is not a scalar")
     if _is_from_call(divisor) and not counted:
         return LossWeight("sum")  # an input divides the sum: the caller's own count, the same for all microbatches
-    count = _strip_clamp(divisor)  # zero is all of it that a clamp keeps from a division
+    count, least = _strip_clamp(divisor)  # zero is all of it that a clamp keeps from a division
+    by_zero = count is None and alone and not all(map(_vanishes, totals))
     for node in nodes:
         node.update_arg(1, divisor)
         if count is None:
             with graph.inserting_before(node):
-                mean = graph.call_function(operators.weighted_mean, node.args)
+                mean = graph.call_function(operators.mean_or_sum if by_zero else operators.weighted_mean, node.args)
             mean.meta = dict(node.meta)
             replace_node(node, mean)
     if len(nodes) > 1:
@@ -152,7 +165,16 @@ def _of_quotients(graph: fx.Graph, nodes: list[fx.Node], counted: bool) -> LossW
     output = graph.output_node()
     results: Any = output.args[0]
     output.args = ((*results, divisor if count is None else count),)
-    return LossWeight("mean", output=len(results))
+    return LossWeight("mean", output=len(results), least=1.0 if by_zero else least, by_zero=by_zero)
+
+
+def _vanishes(total: Any) -> bool:
+    """Whether a sum, and its gradient, is 0 where it weighs 0: a cross-entropy is, but for one that smooths labels over
+    classes with weights."""
+    end = chain_of(total)[-1]
+    if end.target is not operators.cross_entropy_sum:
+        return False
+    return arguments(end)["weight"] is None or not arguments(end)["label_smoothing"]
 
 
 def _is_same(a: Any, b: Any, answers: dict[tuple[Any, Any], bool]) -> bool:
@@ -179,19 +201,20 @@ def _is_from_call(divisor: fx.Node) -> bool:
     return True
 
 
-def _strip_clamp(divisor: fx.Node) -> fx.Node | None:
-    """The count that a divisor is, but for a clamp to one or less, which only keeps zero from it."""
+def _strip_clamp(divisor: fx.Node) -> tuple[fx.Node | None, float]:
+    """The count that a divisor is, but for a clamp to one or less, which only keeps zero from it, and that number."""
     node = casts_of(divisor)[-1]
     if node.target not in _CLAMPS:
-        return None
+        return None, 0.0
     least, most = arguments(node)["min"], arguments(node).get("max")
     if most is not None or not isinstance(least, int | float) or not 0 < least <= 1:
-        return None
+        return None, 0.0
     count: Any = node.args[0]
     *_, added = casts_of(count)
     counts = added.target in (aten.sum.default, aten.sum.dim_IntList)
     whole = [*casts_of(count), *(casts_of(added.args[0]) if counts else [])]  # type: ignore[arg-type]
-    return count if any(not x.meta["val"].dtype.is_floating_point for x in whole) else None
+    exact = any(not x.meta["val"].dtype.is_floating_point for x in whole)
+    return (count, float(least)) if exact else (None, 0.0)
 
 
 def _is_number(value: Any) -> bool:

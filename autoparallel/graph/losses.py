@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 NAME = "loss"
 
 
@@ -24,6 +26,9 @@ class LossWeight:
         kind: ``"mean"``, ``"sum"``, or ``"unknown"`` where the weight cannot be told.
         reason: why it is unknown.
         from_call: whether the weight comes with the call, the same for all parts of its batch, whose losses add up.
+        least: what the program divides by where the weight is 0, so that a microbatch of no weight adds its sum to
+            those of the others; 0 where it has none to add.
+        by_zero: whether the plain model divides by 0 there.
         mixes: which call is the first of which it is only taken for granted that it leaves the rows of the batch
             apart; empty where there is none.
     """
@@ -33,7 +38,13 @@ class LossWeight:
     size: Any = 1
     reason: str = ""
     from_call: bool = False
+    least: float = 0.0
+    by_zero: bool = False
     mixes: str = ""
+
+    def divisor(self, weight: Any) -> Any:
+        """What the program divides the loss by, where it weighs ``weight``."""
+        return torch.where(weight == 0, self.least, weight) if self.least else weight
 
     @property
     def problem(self) -> str:

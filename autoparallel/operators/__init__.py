@@ -31,6 +31,7 @@ from autoparallel.operators.losses import (
     cross_entropy_sum,
     cross_entropy_sum_sharded,
     cross_entropy_weight,
+    mean_or_sum,
     weighted_mean,
 )
 from autoparallel.operators.plain_randomness import UnsupportedRandomness, plain_randomness
@@ -60,6 +61,7 @@ __all__ = [
     "embedding_sharded",
     "indices_along",
     "interleave",
+    "mean_or_sum",
     "pad_rows",
     "padded_embedding",
     "pairs_as_complex",

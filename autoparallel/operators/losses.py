@@ -51,8 +51,14 @@ def cross_entropy_weight(target: Tensor, weight: Tensor | None, ignore_index: in
 
 
 def weighted_mean(total: Tensor, weight: Tensor) -> Tensor:
-    """``total / weight``, element by element, with a gradient that stays finite where ``weight`` is 0: ``total``'s."""
+    """``total / weight``, element by element, whose gradient of zero stays one where ``weight`` is 0: a microbatch with
+    nothing to count adds nothing to the others'."""
     return _WeightedMean.apply(total, weight)
+
+
+def mean_or_sum(total: Tensor, weight: Tensor) -> Tensor:
+    """``total / weight``, element by element, and ``total`` where ``weight`` is 0."""
+    return total / torch.where(weight == 0, 1, weight)
 
 
 class _WeightedMean(torch.autograd.Function):
@@ -67,7 +73,7 @@ class _WeightedMean(torch.autograd.Function):
         if grads[0] is None:
             return None, None
         (weight,) = ctx.saved_tensors
-        return grads[0] / torch.where(weight == 0, 1, weight), None
+        return grads[0] / torch.where((weight == 0) & (grads[0] == 0), 1, weight), None
 
 
 def cross_entropy_sum_sharded(

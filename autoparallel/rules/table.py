@@ -55,6 +55,7 @@ JOINTLY_LINEAR: dict[Any, Sequence[Sequence[int]]] = {
     aten.conj_physical.default: [(0,)],
     aten.complex.default: [(0, 1)],
     operators.weighted_mean: [(0,)],
+    operators.mean_or_sum: [(0,)],
 }
 """Pointwise operators that are linear, and in which operands."""
 

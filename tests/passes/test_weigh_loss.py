@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from autoparallel.capture.capture import capture
 from autoparallel.capture.settings import CaptureSettings
 from autoparallel.graph.captured import Captured, InputSpec, describe_inputs
-from autoparallel.operators import weighted_mean
+from autoparallel.operators import mean_or_sum, weighted_mean
 from tests.passes.support import show
 
 
@@ -134,10 +134,30 @@ def test_no_loss_weighs_nothing() -> None:
     assert capture(Linear(), specs, spec, CaptureSettings(4, batch)).weight is None
 
 
-@pytest.mark.parametrize("weight", [2.0, 0.0])
-def test_the_gradient_of_a_mean_over_nothing_is_finite(weight: float) -> None:
+@pytest.mark.parametrize(("weight", "grad", "expected"), [(2.0, 3.0, 1.5), (0.0, 3.0, torch.inf), (0.0, 0.0, 0.0)])
+def test_a_gradient_of_zero_stays_one_in_a_mean_over_nothing(weight: float, grad: float, expected: float) -> None:
     total = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
     mean = weighted_mean(total, torch.tensor(weight, dtype=torch.float64))
-    mean.backward()
+    mean.backward(torch.tensor(grad, dtype=torch.float64))
     assert mean.isfinite() == bool(weight)
-    assert total.grad is not None and total.grad.item() == (0.5 if weight else 1.0)
+    assert total.grad is not None and total.grad.item() == expected
+
+
+def row_sum(out: Tensor, y: Tensor) -> Tensor:
+    return out.square().sum(-1).sum() / (y > 0).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "least", "by_zero"),
+    [
+        (row_sum, 1.0, True),
+        (lambda o, y: 0.5 * row_sum(o, y) + row_sum(o.exp(), y), 1.0, True),
+        (counted, 0.0, False),
+        (lambda o, y: row_sum(o, y) + 1.0, 0.0, False),
+        (lambda o, y: o.square().sum(-1).sum() / (y > 0).sum().clamp(min=0.5), 0.5, False),
+    ],
+)
+def test_what_stands_for_a_count_of_zero(loss_fn: Callable[..., Any], least: float, by_zero: bool) -> None:
+    graph = captured(loss_fn, LABELS)
+    assert graph.weight is not None and (graph.weight.least, graph.weight.by_zero) == (least, by_zero)
+    assert any(node.target is mean_or_sum for node in graph.graph.nodes) == by_zero

@@ -403,6 +403,7 @@ def _losses() -> list[Example]:
         e(operators.cross_entropy_sum, (_masked_logits(), torch.tensor([0, 1, 7, -100, 11, 3])), label="masked logits"),
         e(operators.cross_entropy_sum, (real(6, 12), ignored[1], None, -100, 0.0, 12), label="told the classes"),
         e(operators.weighted_mean, (real(6), torch.arange(1, 7))),
+        e(operators.mean_or_sum, (real(6), torch.arange(6))),
         e(with_value, (real(6, 4), real(6, 4))),
         e(operators.cross_entropy_weight, (ignored, None, -100, torch.float64)),
         e(

@@ -194,7 +194,8 @@ def _deliver(kinds: Kinds, kind: Kind, call: Call, results: Sequence[Any]) -> li
         NotKept(f"output {i - count} of the model", left_out) if i in captured.left_out else x
         for i, x in enumerate(results)
     ]
-    delivery = Delivery(store, _weigh(captured, values, call, store.window), kind.runner.used, kind.runner.why_once)
+    weight, nonzero = _weigh(captured, values, call, store.window), _nonzero(captured, values)
+    delivery = Delivery(store, weight, nonzero, kind.runner.used, kind.runner.why_once)
     before = captured.outputs_before
     tensors = [i for i in range(count, len(values)) if isinstance(values[i], torch.Tensor)]
     differentiable = [i for i in tensors if values[i].requires_grad]
@@ -205,6 +206,7 @@ def _deliver(kinds: Kinds, kind: Kind, call: Call, results: Sequence[Any]) -> li
     if torch.is_grad_enabled():
         refuse_detached(captured, values)
     for i in {*tensors} - {*differentiable}:
+        values[i] = delivery.value(values[i], i)
         values[i] = _as_it_lies(kinds, kind, i, values[i])
     for i, others in before.items():
         named = [(f"output {other - count} of the model", values[other]) for other in others]
@@ -282,6 +284,15 @@ def _require_same_shapes(captured: Captured, buffers: Sequence[torch.Tensor], re
             )
 
 
+def _nonzero(captured: Captured, values: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """Whether the loss weighs something, by its index, where the program leaves a division by zero out."""
+    weight = captured.weight
+    if weight is None or not weight.by_zero:
+        return {}
+    assert weight.output is not None and captured.objective is not None
+    return {captured.objective: values[weight.output] != 0}
+
+
 def _weigh(captured: Captured, values: Sequence[Any], call: Call, window: Any) -> Weight:
     """What a microbatch weighs in a window of ``accumulate()``."""
     weight = captured.weight
@@ -290,7 +301,9 @@ def _weigh(captured: Captured, values: Sequence[Any], call: Call, window: Any) -
     if weight.kind == "sum":
         return Weight(None)
     if weight.output is not None:
-        return Weight(values[weight.output].detach().double(), expected_count(call.specs, call.batch))
+        value, expected = values[weight.output].detach().double(), expected_count(call.specs, call.batch)
+        # Without any target the gradients of cross-entropies are zero, whatever they are divided by.
+        return Weight(value, expected, weight.divisor(value), 0.0 if weight.by_zero else weight.least or 1.0)
     size = weight.size
     value = float(size if isinstance(size, int) else evaluator(size.node.expr)(sizes_of(captured, call.specs)))
     return Weight(value, value or 1.0)

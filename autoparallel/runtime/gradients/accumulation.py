@@ -32,10 +32,14 @@ class Weight:
         value: what it is a mean over, a number or a scalar tensor on the device; None for a sum, which is added up.
         expected: about what the value is, known without looking at the device: gradients are divided by about the
             number of microbatches, as a loop by hand does, and neither overflow nor vanish in half precision.
+        divided: what the loss is divided by, where that is not its value; None where it is.
+        least: what the sum of the window is divided by where all weigh nothing.
     """
 
     value: float | torch.Tensor | None = 1.0
     expected: float = 1.0
+    divided: torch.Tensor | None = None
+    least: float = 1.0
 
 
 def expected_count(specs: Sequence[Any], batch: int) -> float:
@@ -62,6 +66,7 @@ class Window(Generic[T]):
         self._store, self._source = store, source
         self._total: Any = None
         self._reference: float | None = None
+        self._least = 1.0
         self._counted = 0  # the microbatch that was counted last, and the backward that was weighed last
         self._latest: object = None
 
@@ -130,7 +135,7 @@ class Window(Generic[T]):
         if weight.value is None:
             return 1.0
         if self._reference is None:
-            self._reference = weight.expected * self.steps
+            self._reference, self._least = weight.expected * self.steps, weight.least
         if self.weights == "equal":  # what is given out counts once, however often the model is called for it
             again, self._counted = self._counted == self.done, self.done
         elif not again:
@@ -145,16 +150,15 @@ class Window(Generic[T]):
             self._latest = running
         if not again:
             self._total = weight.value if self._total is None else self._total + weight.value
-        return weight.value / self._reference
+        return (weight.value if weight.divided is None else weight.divided) / self._reference
 
     def divisor(self) -> Any:
-        """What the summed gradients are divided by; None for nothing, as of a full window of equal weights, or of a
-        window in which no target is valid, whose gradients are zero."""
+        """What the summed gradients are divided by; None for nothing, as of a full window of equal weights."""
         total = self._total
         if total is None or (isinstance(total, float) and total in (0.0, self._reference)):
             return None
         if isinstance(total, torch.Tensor):
-            total = torch.where(total == 0, 1, total)
+            total = torch.where(total == 0, self._least, total)
         return total / self._reference
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class Delivery:
     Args:
         store: where gradients go; the window of ``accumulate()`` that it has now is the call's.
         weight: what the call weighs there.
+        nonzero: for a loss, by its index, whether it weighs something, where the program leaves a division by zero out.
         used: the names of the parameters that the call used.
         why_once: why they can be differentiated once only; empty where they can be twice.
 
@@ -29,9 +30,16 @@ class Delivery:
         before: for each output, by its index, the others that it is computed of, with what they are called.
     """
 
-    def __init__(self, store: GradientStore, weight: Weight, used: Sequence[str], why_once: str) -> None:
+    def __init__(
+        self,
+        store: GradientStore,
+        weight: Weight,
+        nonzero: Mapping[int, torch.Tensor],
+        used: Sequence[str],
+        why_once: str,
+    ) -> None:
         self.before: dict[int, list[tuple[str, weakref.ref[torch.Tensor]]]] = {}
-        self._store, self._window, self._weight = store, store.window, weight
+        self._store, self._window, self._weight, self._nonzero = store, store.window, weight, nonzero
         self._weighed, self._why_once = False, why_once
         self._used, self._versions = used, store.versions(used)
 
@@ -57,7 +65,11 @@ class Delivery:
                     "model(z)), or compile both halves; a hook inside of forward (z.register_hook(...)) sees all of it"
                 )
 
-    def weighted(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+    def value(self, output: torch.Tensor, number: int) -> torch.Tensor:
+        """The value of an output."""
+        return output / self._nonzero[number] if number in self._nonzero else output
+
+    def weighted(self, grad: torch.Tensor | None, number: int) -> torch.Tensor | None:
         """The gradient of an output as it enters the program."""
         now = self._store.versions(self._used)
         if now != self._versions:
@@ -68,6 +80,8 @@ class Delivery:
                 "optimizer after backward()"
             )
         self._store.begin_backward()
+        if grad is not None and self._weight.divided is None:  # else the window divides
+            grad = self.value(grad, number)
         if self._window is None:
             return grad
         if self._window is not self._store.window:
@@ -105,6 +119,7 @@ class Outputs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # A loss, and what shares its memory with nothing else that the user has, may be changed in place: torch refuses
         # that of the others, which are views. All but the loss keep the count of changes that autograd looks at.
+        output = delivery.value(output, number)
         return output.clone() if output.ndim == 0 else output.detach() if unshared else output.view_as(output)
 
     @staticmethod
@@ -116,7 +131,7 @@ class Outputs(torch.autograd.Function):
             ctx.delivery.require_whole(ctx.number)
         if isinstance(grad, DTensor):  # something made of the parameters was added to the output
             grad = grad.full_tensor()
-        return None, ctx.delivery.weighted(grad), None, None, *ctx.nothing
+        return None, ctx.delivery.weighted(grad, ctx.number), None, None, *ctx.nothing
 
 
 class OverMesh(torch.autograd.Function):

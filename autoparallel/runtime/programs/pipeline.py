@@ -33,6 +33,7 @@ from autoparallel.graph.calls import (
     sizes_of,
 )
 from autoparallel.graph.captured import InputSpec
+from autoparallel.graph.losses import LossWeight
 from autoparallel.operators import RandomState, draw_from
 from autoparallel.pipeline.schedules import (
     BACKWARD,
@@ -146,10 +147,10 @@ class PipelineRunner:
         self.specs = [(to_dtensor_placements(whole), whole)] * len(captured.results)
         used = {name: None for program in staged.programs for name in program.chains}
         self.used = tuple(name for name in used if name in store.parameters)
-        self.loss, weight = captured.objective, captured.weight
+        self.loss, self._loss_weight = captured.objective, captured.weight or LossWeight("unknown")
         # The number, among the results, of what the loss of a microbatch weighs; none where losses just add up.
-        self._adds_up = weight is not None and (weight.kind == "sum" or weight.from_call)
-        self._weight = None if weight is None or self._adds_up else weight.output
+        self._adds_up = self._loss_weight.kind == "sum" or self._loss_weight.from_call
+        self._weight = None if self._adds_up else self._loss_weight.output
         self.scaler: torch.amp.GradScaler | None = None
         self._what = "a pipeline" if self.plan.axis else "a call that runs in microbatches"
         self._steps: dict[tuple[bool, int], tuple[Action | Transfer, ...]] = {}
@@ -338,7 +339,7 @@ class PipelineRunner:
             return run.scale
         if self._weight is None:
             return run.scale / run.count
-        return run.results[self._weight][microbatch].double() * (run.scale / run.reference)
+        return self._loss_weight.divisor(run.results[self._weight][microbatch].double()) * (run.scale / run.reference)
 
     def _combine(self, run: _Run) -> dict[int, torch.Tensor]:
         """The results of the whole batch that this rank's stages have made."""
@@ -349,7 +350,9 @@ class PipelineRunner:
                 combined[i] = values[0]
             elif i == self.loss and self._weight is not None:
                 losses, weights = torch.stack(values), torch.stack(parts[self._weight]).to(values[0].dtype)
-                combined[i] = torch.where(weights == 0, 0, losses * weights).sum() / weights.sum()
+                sums = losses * self._loss_weight.divisor(weights)
+                sums = sums if self._loss_weight.least else torch.where(weights == 0, 0, sums)
+                combined[i] = sums.sum() / self._loss_weight.divisor(weights.sum())
             elif i == self.loss and not self._adds_up:
                 combined[i] = torch.stack(values).mean()
             elif i in (self.loss, self._weight):
@@ -434,7 +437,7 @@ class PipelineRunner:
         if self._weight is None or run.count == 1:
             return run.scale
         total = combined[self._weight].double()
-        return torch.where(total == 0, 1, total) * (run.scale / run.reference)
+        return torch.where(total == 0, self._loss_weight.least or 1.0, total) * (run.scale / run.reference)
 
 
 def _reason(error: BaseException) -> str:
