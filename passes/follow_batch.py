@@ -227,7 +227,8 @@ class _Walk:
                 return self.placements[term]
         if node in self.between or node in self.clamps or _is_cast_of_count(node):
             self.means |= {node} & {node for x in tensor_operands(node) if x in self.means}
-            if {*operands} == {Partial, Invariant} or len(node.args) > len(operands) and node.target in ADDITIONS:
+            alone = {*operands} == {Partial, Invariant} or len(node.args) > len(operands)
+            if alone and node.target in ADDITIONS:
                 self.constant = self.constant or node
             return Partial if Partial in operands and {*operands} <= {Partial, Invariant} else operands[0]
         if node in self.terms and node.target in LOSSES and Shard(0) in operands and rule_for(node) is None:

@@ -89,7 +89,8 @@ def _of_term(node: fx.Node) -> LossWeight:
 
 
 def chain_of(loss: fx.Node) -> list[fx.Node]:
-    """From the loss to the mean, sum or quotient that it is, but for sign, dtype and shape, and a number's factor."""
+    """From the loss to the mean, sum or quotient that it is, but for sign, dtype and shape, and a number's factor; of a
+    mean also one that is made of the caller's scalars, by which sums are quotients."""
     chain = [loss]
     while (node := chain[-1]).op == "call_function":
         first, *others = node.args
@@ -97,9 +98,28 @@ def chain_of(loss: fx.Node) -> list[fx.Node]:
             chain.append(first)  # type: ignore[arg-type]
         elif node.target is aten.mul.Tensor and _is_number(first):
             chain.append(others[0])  # type: ignore[arg-type]
+        elif (scaled := _drop_factor(node)) is not None and _is_mean((rest := chain_of(scaled))[-1]):
+            return [*chain, *rest]
         else:
             break
     return chain
+
+
+def _drop_factor(node: fx.Node) -> fx.Node | None:
+    """What a call multiplies with, or divides by, a factor made of the caller's scalars; None where it does not."""
+    if node.target not in (aten.mul.Tensor, aten.div.Tensor):
+        return None
+    first, second = node.args
+    pairs = [(first, second)] if node.target is aten.div.Tensor else [(first, second), (second, first)]
+    tensors = [(x, y) for x, y in pairs if isinstance(x, fx.Node) and isinstance(y, fx.Node) and is_tensor(y)]
+    return next((x for x, factor in tensors if not shape_of(factor) and _is_from_call(factor)), None)
+
+
+def _is_mean(node: fx.Node) -> bool:
+    if node.target in _QUOTIENTS:
+        return not _is_from_call(node.args[1])
+    reduced = node.target in (*LOSSES, aten.cross_entropy_loss.default) and arguments(node)["reduction"] == 1
+    return reduced or node.target in (aten.mean.default, aten.mean.dim)
 
 
 def terms_of(loss: fx.Node, inputs: Collection[str]) -> tuple[set[fx.Node], list[fx.Node]]:
@@ -191,7 +211,7 @@ def _is_same(a: Any, b: Any, answers: dict[tuple[Any, Any], bool]) -> bool:
     return a is b or answers[a, b]
 
 
-def _is_from_call(divisor: fx.Node) -> bool:
+def _is_from_call(divisor: Any) -> bool:
     """Whether a divisor is computed from scalars of the caller's, and numbers, alone."""
     for node in ancestors(divisor.graph, {divisor}):
         if node.op == "placeholder" and is_tensor(node) and shape_of(node):
