@@ -118,24 +118,26 @@ def take_places(program: ExportedProgram, counts: Sequence[int]) -> list[Asked]:
         begin = end
     output.args = (tuple(values[i] for i in left),)
     signature.output_specs[:] = [signature.output_specs[i] for i in left]
-    for copy in values:
-        while isinstance(copy, fx.Node) and copy.target in _COPIES and not copy.users:
-            source = copy.args[0]
-            program.graph.erase_node(copy)
-            copy = source
+    for node in [x for copy in values if isinstance(copy, fx.Node) for x in _copying(copy)]:
+        if not node.users:
+            program.graph.erase_node(node)
     return places
 
 
 def _source_of(copy: fx.Node) -> fx.Node:
     """What ``x.detach().clone()`` is a copy of."""
-    while copy.target in _COPIES:
-        source = copy.args[0]
-        assert isinstance(source, fx.Node)
-        copy = source
-    return copy
+    calls = _copying(copy)
+    return calls[-1].all_input_nodes[0] if calls else copy
 
 
-_COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+def _copying(copy: fx.Node) -> list[fx.Node]:
+    """The calls of ``x.detach().clone()``, from the last one on, as far as a node is the result of these."""
+    nodes, node = [], copy
+    for target in (torch.ops.aten.clone.default, torch.ops.aten.detach.default):
+        if node.target is target:
+            nodes.append(node)
+            node = node.all_input_nodes[0]
+    return nodes
 
 
 def calls_between(first: fx.Node, last: fx.Node) -> list[fx.Node]:

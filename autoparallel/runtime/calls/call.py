@@ -200,7 +200,7 @@ def _deliver(kinds: Kinds, kind: Kind, call: Call, results: Sequence[Any]) -> li
     tensors = [i for i in range(count, len(values)) if isinstance(values[i], torch.Tensor)]
     differentiable = [i for i in tensors if values[i].requires_grad]
     for i in sorted(differentiable, key=lambda i: len(before.get(i, ()))):  # first what others are computed of
-        first = [x for other in before.get(i, ()) if isinstance(x := values[other], torch.Tensor)]
+        first = [x for other in before.get(i, ()) if _is_differentiable(x := values[other])]
         values[i] = Outputs.apply(delivery, values[i], i in captured.own_outputs, i, *first)
         values[i] = _as_it_lies(kinds, kind, i, values[i])
     if torch.is_grad_enabled():
@@ -210,8 +210,13 @@ def _deliver(kinds: Kinds, kind: Kind, call: Call, results: Sequence[Any]) -> li
         values[i] = _as_it_lies(kinds, kind, i, values[i])
     for i, others in before.items():
         named = [(f"output {other - count} of the model", values[other]) for other in others]
-        delivery.before[i] = [(name, weakref.ref(x)) for name, x in named if isinstance(x, torch.Tensor)]
+        delivery.before[i] = [(name, weakref.ref(x)) for name, x in named if _is_differentiable(x)]
     return values
+
+
+def _is_differentiable(value: Any) -> bool:
+    """Whether an output requires a gradient in this call; of a way that Python has not taken, it may require none."""
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _parts_of_memory(
