@@ -213,7 +213,7 @@ class Attempt:
         findings = wrapper.findings
         return Trace(
             findings.originals, paths, findings.existing, findings.left_out, questions, inputs=inputs,
-            attributes=self._attributes, fixes_whole=self.fixes_whole, **options,
+            attributes=self._attributes, places=self._reads.places, fixes_whole=self.fixes_whole, **options,
         )  # fmt: skip
 
     def trace(self, stacks: list[Stack], as_compiled: bool = False) -> Captured:

@@ -76,12 +76,26 @@ def _merge_all(trace: Tracer) -> Way:
         if place is None or not (detour := Detour(way, other, number, place)).meets():
             break
         detours.append(detour)
-    _merge_behind(way, len(detours), len(detours), noting, other)
+    first = _first_alone(detours)
+    _merge_behind(way, first, first, noting, other if first == len(detours) else None)
+    del detours[first:]
     if any(max(asked_after) > detour.number for detour in detours if detour.differs_in_gradients):
         raise ApartError
     for detour in reversed(detours):
         detour.make()
     return way
+
+
+def _first_alone(detours: Sequence[Detour]) -> int:
+    """The first question since which each doubles the ways: what is between a question and where its ways meet becomes
+    a call, so that none that is asked there may have ways that meet behind it."""
+    first = len(detours)
+    while True:
+        places = [x.place for x in detours[:first]]
+        crossed = (i for i, x in enumerate(places) if x > first or any(other > x for other in places[i + 1 : x]))
+        if (left := next(crossed, first)) == first:
+            return first
+        first = left
 
 
 def _merge_behind(way: Way, number: int, alone: int, trace: Tracer, other: Way | None = None) -> None:

@@ -118,7 +118,7 @@ def take_places(program: ExportedProgram, counts: Sequence[int]) -> list[Asked]:
         begin = end
     output.args = (tuple(values[i] for i in left),)
     signature.output_specs[:] = [signature.output_specs[i] for i in left]
-    for node in [x for copy in values if isinstance(copy, fx.Node) for x in _copying(copy)]:
+    for node in [x for copy in values if isinstance(copy, fx.Node) for x in _copy_calls(copy)]:
         if not node.users:
             program.graph.erase_node(node)
     return places
@@ -126,11 +126,11 @@ def take_places(program: ExportedProgram, counts: Sequence[int]) -> list[Asked]:
 
 def _source_of(copy: fx.Node) -> fx.Node:
     """What ``x.detach().clone()`` is a copy of."""
-    calls = _copying(copy)
+    calls = _copy_calls(copy)
     return calls[-1].all_input_nodes[0] if calls else copy
 
 
-def _copying(copy: fx.Node) -> list[fx.Node]:
+def _copy_calls(copy: fx.Node) -> list[fx.Node]:
     """The calls of ``x.detach().clone()``, from the last one on, as far as a node is the result of these."""
     nodes, node = [], copy
     for target in (torch.ops.aten.clone.default, torch.ops.aten.detach.default):

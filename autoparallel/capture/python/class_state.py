@@ -34,6 +34,11 @@ class ClassState:
         self._tables: dict[type, dict[str, Any]] = {}  # what classes had before code was given them
         self._set: list[tuple[type, str]] = []  # what of that code has set
 
+    def now(self) -> dict[str, Any]:
+        """What the run has changed until now, by label."""
+        changed = {root.label: root.read() for root in self._roots.values() if root.changed()}
+        return changed | {f"{cls.__name__}.{name}": vars(cls).get(name, MISSING) for cls, name in self._set_by_code()}
+
     def end(self) -> None:
         """A run ends: what it has changed is noted, and put back."""
         self._changed = [root for root in self._roots.values() if root.changed()]

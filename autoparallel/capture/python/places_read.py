@@ -98,6 +98,17 @@ class PlacesRead:
         if is_unusable(value) and not is_installed(frame.f_code.co_filename):
             self.refuse(str(refused_use(label, value, line_of_frame(frame))), variable)
 
+    def now(self) -> dict[str, Any]:
+        """What the run has changed until now, by any name."""
+        changed = (x for x in self._roots.values() if not is_left(x.variable) and x.changed())
+        return {f"{i}: {root.label}": root.read() for i, root in enumerate(changed)}
+
+    @property
+    def kept(self) -> int:
+        """How much the caches of functions have been given and hold by now: it changes where one is used anew."""
+        infos = [cached.cache_info() for cached in self._caches]
+        return sum(info.misses + info.currsize for info in infos)
+
     # -- when they have run -----------------------------------------------------------------------------------------
 
     def put_back(self) -> list[Root]:

@@ -247,7 +247,8 @@ class Recorder:
     def now(self) -> dict[str, Any]:
         """What the run has set until now, by label."""
         changed = [(watched, name) for watched in self._watched.values() for name in watched.changed()]
-        return {watched.label(name): watched.now(name) for watched, name in changed} | self.containers.now()
+        of_objects = {watched.label(name): watched.now(name) for watched, name in changed}
+        return of_objects | self.containers.now() | self.classes.now()
 
     def is_attribute(self, table: dict[str, Any], name: str) -> bool:
         """Whether a buffer of the copy is a plain attribute of the user's, a tensor."""

@@ -72,6 +72,7 @@ class Continuation:
         held: the tensors of the copy, by name.
         buffers: the names of those that a call may change.
         answered: what is known of relations of sizes that only values tell.
+        cache_size: how many results the caches of functions have kept until then.
         running: the functions that have been met in this trace; those that run are added.
         value_of: what is known of a tensor's values in a trace.
 
@@ -88,6 +89,7 @@ class Continuation:
         held: Mapping[str, Tensor],
         buffers: Sequence[str],
         answered: Mapping[str, bool],
+        cache_size: int,
         running: list[FrameType],
         value_of: Callable[[Tensor], Any],
     ) -> None:
@@ -98,7 +100,10 @@ class Continuation:
         self._changed = forms.mapping({label: x for label, x in changed.items() if held.get(label) is not x})
         for name in buffers:
             forms.form(held[name])
-        self._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+        self._cache_size, self._modes = (
+            cache_size,
+            (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *_casts()),
+        )
         self._kinds = [(*forms.kind_of(x), value_of(x)) for x in forms.tensors]
         self.gradients = [(x.requires_grad, x.is_leaf) for x in forms.tensors]
         sizes = {*re.findall(r"u\d+", f"{self._kinds} {forms.numbers}")}
@@ -122,6 +127,8 @@ class Continuation:
         left = self._moved_since(start)
         if left != other._moved_since(others_start):
             return False
+        if self._cache_size != start._cache_size or other._cache_size != others_start._cache_size:
+            return False
         moved = [*zip(self._functions[left:], other._functions[left:], strict=True)]
         return (
             all(a.variables is not None and a.variables == b.variables for a, b in moved)
@@ -133,6 +140,13 @@ class Continuation:
         """The first of the functions that has gone on since an earlier question, or has been called since then."""
         same = (a.number == b.number for a, b in zip(self._functions, start._functions, strict=False))
         return max(0, next((i for i, is_same in enumerate(same) if not is_same), len(self._functions)) - 1)
+
+
+def _casts() -> Iterator[Any]:
+    """What decides of the dtypes of what is computed."""
+    yield torch.get_default_dtype()
+    for device in ("cpu", "cuda"):
+        yield torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 def _frames_to(frame: FrameType | None) -> Iterator[FrameType]:
@@ -185,10 +199,10 @@ class _Forms:
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             self.numbers.append(str(value))
             return kind, str(value)
-        if kind in _BY_VALUE or isinstance(value, Enum):
+        if kind in _BY_VALUE:
             return kind, repr(value)
         original = self._originals.get(id(value), value)
-        if original is not value or isinstance(value, _SHARED):
+        if original is not value or isinstance(value, (Enum, *_SHARED)):
             return _Itself(original)
         if id(value) in self._open:
             return kind, self._open[id(value)]

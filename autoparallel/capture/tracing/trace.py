@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autoparallel import _torch
+from autoparallel.capture.python.places_read import PlacesRead
 from autoparallel.capture.refusals.refusals import INSTEAD_OF_WAYS
 from autoparallel.capture.tracing.continuations import Continuation
 from autoparallel.capture.tracing.inputs_read import InputsRead
@@ -96,6 +97,7 @@ class Trace:
         hooks: the tensor hooks behind the names in ``autoparallel::hook``; shared, too.
         inputs: where Python may read values that follow from inputs.
         attributes: those that the user has set on tensors.
+        places: what the functions that run load from.
         fixes_whole: whether whole numbers that it draws, or makes of floats, are fixed.
 
     Attributes:
@@ -138,6 +140,7 @@ class Trace:
         hooks: dict[str, HookTemplate] | None = None,
         inputs: InputsRead | None = None,
         attributes: TensorAttributes,
+        places: PlacesRead,
         fixes_whole: bool = False,
     ) -> None:
         self.originals, self.paths, self.existing, self.as_compiled = originals, paths, existing, as_compiled
@@ -145,6 +148,7 @@ class Trace:
         self.calls: dict[str, OpaqueCall] = {} if calls is None else calls
         self.hooks: dict[str, HookTemplate] = {} if hooks is None else hooks
         self.inputs, self.attributes, self.reads_values = inputs, attributes, False
+        self._around = places
         self.asked_at: str | None = None
         self.gradient_asked_after, self.runs = 0, False
         self._running: list[FrameType] = []
@@ -226,9 +230,11 @@ class Trace:
         if self.answers.looks:
             held, buffers, changed = self._of_call
             with self.silent():
+                everything = {**changed(), **self._around.now()}
                 continuation = Continuation(
-                    frame, self.originals, changed(), held, buffers, self._answered, self._running, self._known_of
-                )
+                    frame, self.originals, everything, held, buffers, self._answered, self._around.kept, self._running,
+                    self._known_of,
+                )  # fmt: skip
         is_last_way = continuation is not None and not continuation.may_be_met
         if number == min(self.answers.most, MOST_ALONE if is_last_way else self.answers.most):
             self.reads_values = True
