@@ -116,6 +116,12 @@ TRACED = FakeTensor, FunctionalTensor
 """The classes of the tensors that a traced model sees."""
 
 
+@functools.cache
+def attributes_of_fakes() -> frozenset[str]:
+    """The attributes that the tensors have that a traced model sees, beside those that anybody sets on them."""
+    return frozenset(vars(FakeTensorMode().from_tensor(torch.empty(0))))
+
+
 @contextmanager
 def unwatched() -> Iterator[None]:
     """Inside, no mode and no class of tensors sees what is called."""

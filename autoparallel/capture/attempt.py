@@ -180,7 +180,7 @@ class Attempt:
             ahead: what buffers hold, where Python may read it, by label; None for what those of the model do.
             tables: what several runs share of what stands behind names (see ``tracing.trace``).
         """
-        answers = Answers(rest=answer, most=_MOST_REHEARSED, looks=False)
+        answers = Answers(rest=answer, most=_MOST_REHEARSED)
         self.rehearsals.append(self._trace_of(wrapper, [], ahead, answers=answers, **tables))
         with everything_seen(self.rehearsals[-1]):
             try:

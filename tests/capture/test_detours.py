@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable
+from contextlib import closing, nullcontext, suppress
 from typing import Any
 from unittest import mock
 
@@ -75,21 +76,127 @@ def _with_a_function(asking: Any, items: Any) -> Any:
     return count
 
 
+def _over_what_nobody_sees(asking: Any, items: Any) -> Any:
+    for item in iter(items):
+        if asking:
+            return item
+
+
+def _over_equal_items(asking: Any, items: Any) -> Any:
+    for item in (1, 1, 2):
+        if asking:
+            return item
+
+
+def _over_a_rebound_number(asking: Any, items: Any) -> Any:
+    number = len(items)
+    for i in range(number):
+        number = 0
+        if asking:
+            return i, number
+
+
+def _over_a_number(asking: Any, items: Any) -> Any:
+    number = len(items)
+    for i in range(number):
+        if asking:
+            return i
+
+
+def _in_a_target(asking: Any, items: Any) -> Any:
+    numbers = {}
+    numbers[1 if asking else 2] = len(items)
+    return numbers
+
+
+def _in_a_default(asking: Any, items: Any) -> Any:
+    def function(first: Any = len(items), second: Any = 1 if asking else 2) -> Any:  # noqa: B008
+        return first, second
+
+    return function
+
+
+def _in_a_guard(asking: Any, items: Any) -> Any:
+    match items:
+        case (first, _) if asking:
+            return first
+
+
+def _at_the_end(asking: Any, items: Any) -> Any:
+    try:
+        return len(items)
+    finally:
+        if asking:
+            print()
+
+
+def _where_an_error_is_handled(asking: Any, items: Any) -> Any:
+    try:
+        raise ValueError(items)
+    except ValueError:
+        if asking:
+            raise
+
+
+def _with_a_manager(asking: Any, items: Any) -> Any:
+    with nullcontext(items):
+        if asking:
+            return items
+
+
+def _with_an_unknown_manager(asking: Any, items: Any) -> Any:
+    with closing(items):
+        if asking:
+            return items
+
+
+def _in_a_class(asking: Any, items: Any) -> Any:
+    class Made:
+        first = len(items)
+        second = 1 if asking else 2
+
+    return Made
+
+
+def _behind_an_assignment(asking: Any, items: Any) -> Any:
+    number = 1
+    return number + (number := 2) + (1 if asking else number)
+
+
+def _behind_an_entry(asking: Any, items: Any) -> Any:
+    return items[0] + (1 if asking else 2)
+
+
 LIVE: dict[Callable[[Any, Any], Any], set[str] | None] = {
-    _loop: {"asking", "item", "mask", "total", "unused"},
+    _loop: {"asking", "item", "items", "mask", "total", "unused"},
     _expression: {"left", "right"},
     _in_a_loops_condition: None,
     _in_a_list: None,
     _behind_a_call: None,
     _in_a_function_of_c: None,
     _with_a_function: {"add", "count"},
+    _over_what_nobody_sees: None,
+    _over_equal_items: None,
+    _over_a_rebound_number: None,
+    _over_a_number: {"asking", "i", "number", "range"},
+    _in_a_target: None,
+    _in_a_default: None,
+    _in_a_guard: None,
+    _at_the_end: None,
+    _where_an_error_is_handled: None,
+    _with_a_manager: {"items"},
+    _with_an_unknown_manager: None,
+    _in_a_class: None,
+    _behind_an_assignment: None,
+    _behind_an_entry: None,
 }
 
 
 @pytest.mark.parametrize("function", LIVE, ids=lambda function: function.__name__)
 def test_a_function_depends_on_its_live_variables(function: Callable[[Any, Any], Any]) -> None:
     asking = _Asking()
-    function(asking, (1, 2))
+    with suppress(ValueError, AttributeError):
+        function(asking, (1, 2))
     expected = LIVE[function]
     assert asking.live[0] == (None if expected is None else frozenset(expected))
 

@@ -65,13 +65,13 @@ def _merge_all(trace: Tracer) -> Way:
         asked_after.append(way.trace.gradient_asked_after)
         return way
 
-    way = noting(Answers())
+    way = noting(Answers(looks=range(Answers.most)))
     detours: list[Detour] = []
     other: Way | None = None
     for number in range(len(way.places)):
         if number == MOST_ALONE:
             LOGGER.warning(ASKS_OFTEN, len(way.places), way.findings.questions[0].line, len(way.places) + 1)
-        other = noting(Answers((*[True] * number, False)))
+        other = noting(Answers((*[True] * number, False), looks=(number, number + 1)))
         place = _meeting_place(way, other, number)
         if place is None or not (detour := Detour(way, other, number, place)).meets():
             break
@@ -239,7 +239,8 @@ def _find_twins(ours: Sequence[fx.Node], theirs: Sequence[fx.Node], twins: dict[
         if alike is None:
             return False
         twins[node] = {alike.pop(0): None}
-    return not any(table.values())
+    left = {node for nodes in table.values() for node in nodes}  # what is noted of later questions is made of them
+    return all(left.issuperset(node.users) and not node.is_impure() for node in left)
 
 
 def _is_sized_by_values(node: fx.Node) -> bool:

@@ -9,7 +9,8 @@
 - ``open_places``: parts of tensors at places that values tell; ``overlaps``: those that are written to each other.
 - ``kinds_of_numbers``: what a model is told that asks for the type of a size; ``functions_of_numbers`` that are open.
 - ``positions``: those that count up, of which transformers asks the values; ``spans``: what it masks at random.
-- ``continuations``: on what it depends how Python goes on from where it asks for a value; ``live_names``: variables.
+- ``continuations``: on what it depends how Python goes on from where it asks for a value; ``live_names``: variables;
+  ``waiting_values``: what waits beside them.
 - ``checks``: those of values that only raise, left out; ``texts``: those of values, which are read or ``messages``;
   ``errors``: who catches what is raised; ``sources``: what stands in the source around an instruction;
   ``refused_calls``: of functions that do what no program does;

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import (
     BuiltinFunctionType,
+    CellType,
     CodeType,
     FrameType,
     FunctionType,
@@ -54,12 +55,14 @@ class _Function:
     Attributes:
         number: of its call, among all in this trace that have been met.
         place: its code, and the instruction at which it is.
-        variables: what the live ones hold, by name; None where nobody can tell what it depends on.
+        variables: what the live ones hold, by name; all where nobody can tell on which it depends.
+        is_known: whether these are all on which it depends.
     """
 
     number: int
     place: tuple[CodeType, int]
-    variables: dict[str, Any] | None
+    variables: dict[str, Any]
+    is_known: bool
 
 
 class Continuation:
@@ -96,24 +99,23 @@ class Continuation:
         forms = _Forms(originals, {id(x): name for name, x in held.items()})
         frames = [*_frames_to(frame)][::-1]
         running += [x for x in frames if x not in running]
-        self._functions = [forms.function(x, running.index(x), asks=x is frame) for x in frames]
+        written = {_name_of(label) for label in changed}
+        self._functions = [forms.function(x, running.index(x), x is frame, written) for x in frames]
         self._changed = forms.mapping({label: x for label, x in changed.items() if held.get(label) is not x})
         for name in buffers:
             forms.form(held[name])
-        self._cache_size, self._modes = (
-            cache_size,
-            (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *_casts()),
-        )
+        self._cache_size = cache_size
+        self._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *_casts()
         self._kinds = [(*forms.kind_of(x), value_of(x)) for x in forms.tensors]
         self.gradients = [(x.requires_grad, x.is_leaf) for x in forms.tensors]
-        sizes = {*re.findall(r"u\d+", f"{self._kinds} {forms.numbers}")}
-        self._answered = {key: x for key, x in answered.items() if not sizes.isdisjoint(re.findall(r"u\d+", key))}
+        self._sizes, self._numbers = _read_in(f"{self._kinds} {forms.numbers}"), _read_in(f"{forms.numbers}")
+        self._answered = {key: x for key, x in answered.items() if not self._sizes.isdisjoint(_read_in(key))}
         self.tensors = [x.detach().clone() for x in forms.tensors]
 
     @property
     def may_be_met(self) -> bool:
         """Whether all can be told that the function depends on which asks."""
-        return self._functions[-1].variables is not None
+        return self._functions[-1].is_known
 
     def is_met_by(self, other: Continuation, start: Continuation, others_start: Continuation) -> bool:
         """Whether another trace goes on as this one does but for what tensors hold, and who asks whether they require
@@ -125,21 +127,32 @@ class Continuation:
         if [x.place for x in self._functions] != [x.place for x in other._functions]:
             return False
         left = self._moved_since(start)
-        if left != other._moved_since(others_start):
+        if left != other._moved_since(others_start) or not all(x.is_known for x in self._functions[left:]):
             return False
         if self._cache_size != start._cache_size or other._cache_size != others_start._cache_size:
             return False
-        moved = [*zip(self._functions[left:], other._functions[left:], strict=True)]
-        return (
-            all(a.variables is not None and a.variables == b.variables for a, b in moved)
-            and (self._changed, self._modes, self._kinds) == (other._changed, other._modes, other._kinds)
-            and self._answered == other._answered
-        )
+        return self._numbers <= start._sizes and self._has() == other._has()
+
+    def _has(self) -> tuple[Any, ...]:
+        variables = [x.variables for x in self._functions]
+        return variables, self._changed, self._modes, self._kinds, self._answered
 
     def _moved_since(self, start: Continuation) -> int:
-        """The first of the functions that has gone on since an earlier question, or has been called since then."""
-        same = (a.number == b.number for a, b in zip(self._functions, start._functions, strict=False))
-        return max(0, next((i for i, is_same in enumerate(same) if not is_same), len(self._functions)) - 1)
+        """The first of the functions that has gone on since an earlier question, or has been called since then; what
+        waits in those around it is what waited in them."""
+        pairs = [*zip(self._functions, start._functions, strict=False)]
+        same = next((i for i, (a, b) in enumerate(pairs) if a.number != b.number), len(pairs))
+        return max(0, same - 1)
+
+
+def _name_of(label: str) -> str:
+    """The name of an attribute, or that of a variable, of which a label tells."""
+    return re.split(r"[.\[]", label.partition("[")[0])[-1]
+
+
+def _read_in(text: str) -> frozenset[str]:
+    """The sizes and numbers that only values tell, of which a text speaks."""
+    return frozenset(re.findall(r"u\d+", text))
 
 
 def _casts() -> Iterator[Any]:
@@ -179,11 +192,11 @@ class _Forms:
         self._open: dict[int, int] = {}  # containers and objects, by id, in the order in which they are met
         self._alive: list[Any] = []
 
-    def function(self, frame: FrameType, number: int, asks: bool) -> _Function:
-        live = live_names(frame, asks)
+    def function(self, frame: FrameType, number: int, asks: bool, written: Collection[str]) -> _Function:
+        live = live_names(frame, asks, written)
         variables = {name: x for name, x in frame.f_locals.items() if live is None or name in live}
         form = self.mapping(dict(sorted(variables.items())))
-        return _Function(number, (frame.f_code, frame.f_lasti), None if live is None else form)
+        return _Function(number, (frame.f_code, frame.f_lasti), form, live is not None)
 
     def mapping(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: self.form(x) for name, x in values.items()}
@@ -195,6 +208,7 @@ class _Forms:
             if id(value) not in self._places:
                 self._places[id(value)] = len(self.tensors)
                 self.tensors.append(value)
+                return Tensor, self._places[id(value)], self.mapping(_set_on(value))
             return Tensor, self._places[id(value)]
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             self.numbers.append(str(value))
@@ -202,23 +216,25 @@ class _Forms:
         if kind in _BY_VALUE:
             return kind, repr(value)
         original = self._originals.get(id(value), value)
-        if original is not value or isinstance(value, (Enum, *_SHARED)):
+        if original is not value or isinstance(value, Enum | _SHARED):
             return _Itself(original)
         if id(value) in self._open:
             return kind, self._open[id(value)]
         self._open[id(value)] = len(self._open)
         self._alive.append(value)  # no other may have its id
-        if kind in (list, tuple, deque) or isinstance(value, tuple):
-            return kind, [*map(self.form, value)]
-        if kind is dict:
-            return kind, [(self.form(key), self.form(x)) for key, x in value.items()]
+        beside = [self.mapping(getattr(value, "__dict__", {})), getattr(value, "default_factory", None)]
+        if isinstance(value, list | tuple | deque | set | frozenset):
+            return kind, [*map(self.form, value)], beside
+        if isinstance(value, dict):
+            return kind, [(self.form(key), self.form(x)) for key, x in value.items()], beside
         if kind is slice:
             return kind, [self.form(x) for x in (value.start, value.stop, value.step)]
         if kind is MethodType:
             return kind, self.form(value.__func__), self.form(value.__self__)
         if kind is FunctionType:
-            cells = [x.cell_contents for x in value.__closure__ or () if _has_value(x)]
-            return kind, value.__code__, [*map(self.form, (*cells, *(value.__defaults__ or ())))]
+            cells = [self.form(x.cell_contents) if _has_value(x) else _EMPTY for x in value.__closure__ or ()]
+            beside = [self.form(x) for x in (value.__defaults__, value.__kwdefaults__, vars(value))]
+            return kind, _Itself(value.__code__), cells, beside
         if _is_of_user(kind):
             return kind, self.mapping(vars(value))
         return _Itself(object())  # another one in each trace, as far as anybody knows
@@ -234,20 +250,29 @@ class _Forms:
 
 _BY_VALUE = {
     type(None), bool, int, float, complex, str, bytes, range, type(...), torch.dtype, torch.device, torch.layout,
-    torch.memory_format, torch.Size,
+    torch.memory_format,
 }  # fmt: skip
 
 _SHARED = (
-    type, ModuleType, BuiltinFunctionType, MethodDescriptorType, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
-)  # fmt: skip
+    type | ModuleType | BuiltinFunctionType | MethodDescriptorType | torch._ops.OpOverload | torch._ops.OpOverloadPacket
+)
 """What two traces have in common."""
 
 
-def _has_value(cell: Any) -> bool:
+_EMPTY = "empty"
+
+
+def _has_value(cell: CellType) -> bool:
     try:
-        return cell.cell_contents is not None
+        cell.cell_contents  # noqa: B018
     except ValueError:
         return False
+    return True
+
+
+def _set_on(x: Tensor) -> dict[str, Any]:
+    """The attributes that the user has set on a tensor."""
+    return {name: value for name, value in vars(x).items() if name not in _torch.export.attributes_of_fakes()}
 
 
 def _is_of_user(kind: type) -> bool:

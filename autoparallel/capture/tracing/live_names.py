@@ -1,42 +1,50 @@
 """The local variables that a function may still read where it is: only of them does it depend what it does from there.
 
 A variable is live before an instruction that reads it, and before one behind which it is live and which does not bind
-it (A. Aho, M. Lam, R. Sethi, J. Ullman: Compilers, section 9.2.5).  What Python holds beside variables, in the middle
-of an expression, no function can see; what it was made of, the source says.
+it (A. Aho, M. Lam, R. Sethi, J. Ullman: Compilers, section 9.2.5).  What Python holds beside variables, no function
+can see; what it was made of, the source says (see ``waiting_values``).
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import dis
 from bisect import bisect_right
+from collections.abc import Collection
 from functools import cache
-from itertools import pairwise
-from types import BuiltinFunctionType, CodeType, FrameType
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_OPTIMIZED
+from types import CodeType, FrameType, FunctionType
 
-from autoparallel.capture.tracing.errors import path_of, value_of
+from torch import nn
+
+from autoparallel.capture.tracing.errors import path_of
+from autoparallel.capture.tracing.waiting_values import Waiting
 
 _ALL = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe"))
 """Functions that may read every variable of who calls them."""
 
-_SIMPLE = ast.Name | ast.Attribute | ast.Constant | ast.Subscript | ast.UnaryOp | ast.BinOp | ast.Slice
-_SIMPLE |= ast.expr_context | ast.operator | ast.unaryop
-"""What values are made of without a call of a function."""
 
-
-def live_names(frame: FrameType, asks: bool) -> frozenset[str] | None:
+def live_names(frame: FrameType, asks: bool, written: Collection[str] = ()) -> frozenset[str] | None:
     """The variables that a frame depends on behind its instruction; None where nobody can tell what else it holds: in
-    the middle of an expression, in a function that is not written in Python, or in the condition of a loop.
+    the middle of an expression, of a loop over what tells no turn from another, or of an error that is handled, in a
+    generator, in a function that is not written in Python, or in the condition of a loop.
 
     Args:
         asks: whether it asks for a value there, and calls no other.
+        written: the names of attributes that the call has set until then.
     """
-    path = path_of(frame)
-    if path is None or not (_asks_alone(frame, path[-1]) if asks else _calls_python(frame, path[-1])):
+    code, path = frame.f_code, path_of(frame)
+    if path is None or not code.co_flags & CO_OPTIMIZED or code.co_flags & _RESUMED:
         return None
-    names = _names_held(path)
-    return None if names is None else names | live_at(frame.f_code, frame.f_lasti)
+    waiting = Waiting(frame, written)
+    if not (_asks_alone(frame, path[-1]) if asks else _calls_python(path[-1], waiting)):
+        return None
+    names = waiting.names_along(path)
+    of_maker = code.co_varnames[: code.co_name == "__init__"]  # who makes an object is given it
+    return None if names is None else names | live_at(code, frame.f_lasti) | {*of_maker}
+
+
+_RESUMED = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 
 
 def _asks_alone(frame: FrameType, expression: ast.AST) -> bool:
@@ -55,15 +63,14 @@ def _name_of(expression: ast.AST | None) -> str:
     return expression.id if isinstance(expression, ast.Name) else ""
 
 
-def _calls_python(frame: FrameType, expression: ast.AST) -> bool:
+def _calls_python(expression: ast.AST, waiting: Waiting) -> bool:
     """Whether no function of C stands between a frame and the one that it calls, and goes on from there."""
-    if isinstance(expression, _REPEATED):
-        return False
     if not isinstance(expression, ast.Call):
-        return True
-    function = value_of(expression.func, {**vars(builtins), **frame.f_globals, **frame.f_locals})
-    is_type = isinstance(function, type) and not function.__flags__ & _HEAP_TYPE
-    return not isinstance(function, BuiltinFunctionType) and not is_type
+        return isinstance(expression, ast.Attribute)
+    function = waiting.value_of(expression.func)
+    if isinstance(function, type):
+        return bool(function.__flags__ & _HEAP_TYPE)
+    return isinstance(getattr(function, "__func__", function), FunctionType | nn.Module)
 
 
 _HEAP_TYPE = 1 << 9
@@ -140,43 +147,3 @@ def _flow(code: CodeType) -> tuple[list[dis.Instruction], dict[int, int], list[i
 
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _ENDS = ("JUMP_FORWARD", "JUMP_BACKWARD", "RETURN", "RAISE", "RERAISE")
-
-
-def _names_held(path: list[ast.AST]) -> frozenset[str] | None:
-    """The variables that an expression has read before it comes to the end of a path, and those of the loops around it;
-    None where it holds what other calls have made of them."""
-    names: set[str] = set()
-    if any(isinstance(x, _REPEATED) for x in path) or isinstance(path[-1], ast.While):
-        return None
-    for outer, inner in pairwise(path):
-        if isinstance(outer, ast.For):
-            names |= {x.id for x in ast.walk(outer.target) if isinstance(x, ast.Name)}
-        if isinstance(outer, ast.While) and inner is outer.test:
-            return None
-        if isinstance(outer, ast.expr | ast.AugAssign):
-            held = _held_before(outer, inner)
-            if held is None or not all(isinstance(x, _SIMPLE) for part in held for x in ast.walk(part)):
-                return None
-            names |= {x.id for part in held for x in ast.walk(part) if isinstance(x, ast.Name)}
-    return frozenset(names)
-
-
-_REPEATED = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.Await | ast.Yield | ast.YieldFrom
-_REPEATED |= ast.AsyncFor | ast.AsyncWith
-
-
-def _held_before(outer: ast.AST, inner: ast.AST) -> list[ast.AST] | None:
-    """The parts of an expression of which the values wait for one of its parts; None where nobody can tell."""
-    if isinstance(outer, _ONE_BY_ONE):
-        return []
-    if isinstance(outer, ast.AugAssign):
-        return [outer.target]
-    parts: list[ast.AST] = [*ast.iter_child_nodes(outer)]
-    if isinstance(outer, ast.Call):
-        parts = [outer.func, *outer.args, *(x.value for x in outer.keywords)]
-    is_in_order = isinstance(outer, ast.BinOp | ast.Compare | ast.Call | ast.Tuple | ast.List | ast.Subscript)
-    return parts[: parts.index(inner)] if is_in_order and inner in parts else None
-
-
-_ONE_BY_ONE = ast.BoolOp | ast.UnaryOp | ast.Attribute | ast.NamedExpr | ast.IfExp
-"""Of their parts, none waits for another: an answer is gone when it is told."""

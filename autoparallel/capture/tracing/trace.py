@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -38,13 +38,13 @@ class Answers:
         first: one question after another.
         rest: all further ones.
         most: how often it may ask.
-        looks: whether it is noted what Python has when it asks.
+        looks: the numbers of the questions at which it is noted what Python has.
     """
 
     first: tuple[bool, ...] = ()
     rest: bool = True
     most: int = 64
-    looks: bool = True
+    looks: Container[int] = ()
 
     def __getitem__(self, number: int) -> bool:
         return self.first[number] if number < len(self.first) else self.rest
@@ -227,7 +227,7 @@ class Trace:
         if key in self._answered:
             return self._answered[key]
         number, line, continuation = len(self.questions), line_of_frame(frame), None
-        if self.answers.looks:
+        if number in self.answers.looks:
             held, buffers, changed = self._of_call
             with self.silent():
                 everything = {**changed(), **self._around.now()}
