@@ -12,11 +12,13 @@ from typing import Any
 
 import sympy
 import torch
+from torch import fx
 from torch._decomp import decomposition_table
 from torch._export.verifier import Verifier
 from torch.fx.experimental import sym_node
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils._sympy.functions import OpaqueUnaryFn_exp, OpaqueUnaryFn_log, ToFloat
+from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import SymPyValueRangeAnalysis, ValueRanges
@@ -171,6 +173,36 @@ def condition(expression: sympy.Basic, answer: bool | int) -> sympy.Basic:
     is_relation = isinstance(expression, sympy.logic.boolalg.Boolean)
     relation = expression if is_relation else sympy.Ne(expression, 0)
     return relation if answer else sympy.Not(relation)
+
+
+def expression_of(size: int | torch.SymInt) -> sympy.Basic:
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+class _Writer(fx.proxy.GraphAppendingTracer):
+    """Writes arithmetic of sizes to a graph, with what it is in the trace."""
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        numbers = fx.map_arg(node.args, lambda x: x.meta["val"])
+        node.meta["val"] = node.target(*numbers)  # type: ignore[operator]
+        return node
+
+
+def expression_in(graph: fx.Graph, expression: sympy.Basic, sizes: Mapping[Any, tuple[fx.Node, int]]) -> Any:
+    """The number, or the node of it, that an expression is in a graph.
+
+    Args:
+        sizes: of which node its symbols are the sizes, and of which dim.
+    """
+    writer = _Writer(graph)
+    numbers = {}
+    for symbol in expression.free_symbols:
+        node, dim = sizes[symbol]
+        read = fx.Proxy(node, writer), dim
+        numbers[symbol] = writer.create_proxy("call_function", torch.ops.aten.sym_size.int, read, {})
+    number = sympy_interp(PythonReferenceAnalysis, numbers, expression)
+    return number.node if isinstance(number, fx.Proxy) else number
 
 
 @functools.cache

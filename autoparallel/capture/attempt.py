@@ -118,6 +118,7 @@ class Attempt:
         leaves: the inputs of the call.
         may_read: whether Python may read their values (see ``tracing.inputs_read``), single numbers alone where sizes
             are open.
+        may_size: whether the numbers that it reads of tensors may be sizes (see ``functional.selections``).
         counters: the labels of buffers whose values it may not read.
         reads_flags: whether it may read flags, and if not ``may_read``, these alone.
         fixes_whole: whether whole numbers that it draws are fixed.
@@ -140,6 +141,7 @@ class Attempt:
     fixed: dict[str, None]
     leaves: Sequence[Any] = ()
     may_read: bool = False
+    may_size: bool = False
     counters: Collection[str] = ()
     reads_flags: bool = False
     fixes_whole: bool = False
@@ -295,7 +297,7 @@ class Attempt:
         way = trace_all(trace_with)
         way.program.graph.eliminate_dead_code()
         parameters = way.program.graph_signature.inputs_to_parameters
-        group_selections(way.program.graph)
+        group_selections(way.program.graph, self.may_size)
         whole = Counter[tuple[str, str]]()
         for node in filter(lambda node: goes_by_values(node.target), way.program.graph.nodes):
             said = ON_SELECTED if is_selection(node.target) else ON_ONE_WAY

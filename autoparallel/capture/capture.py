@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from enum import Enum, auto
 from typing import Any
 
 import sympy
@@ -18,6 +19,7 @@ from autoparallel import _torch
 from autoparallel.capture.attempt import Attempt
 from autoparallel.capture.fake_inputs import scale_of, traced_shape
 from autoparallel.capture.python.changes import VariablesChangedError
+from autoparallel.capture.refusals.refusals import SizedByValuesError
 from autoparallel.capture.settings import CaptureSettings
 from autoparallel.capture.tracing.inputs_read import CounterReadError
 from autoparallel.graph.beside import beside_in, method_of, take_apart
@@ -27,6 +29,15 @@ from autoparallel.graph.errors import CaptureError, FailsUntraced, ReadAgainErro
 from autoparallel.graph.garbage import MANY, collected_rarely, count_as_old
 from autoparallel.graph.surroundings import surroundings_of
 from autoparallel.passes.follow_batch import follow_results, weight_of_rows
+
+
+class _Values(Enum):
+    """What becomes of values of tensors that Python reads: they are refused as sizes, it is told those that follow from
+    inputs, or they may be sizes."""
+
+    REFUSED = auto()
+    READ = auto()
+    SIZES = auto()
 
 
 def capture(
@@ -40,8 +51,8 @@ def capture(
 
     What a model does not leave open is fixed: first numbers, then lengths, then the batch size, too.  A model whose
     Python reads values of inputs is told of single numbers where all sizes are open (``int(batch.max()) + 1`` graphs),
-    and of all values where none is; ``Captured.fixed`` has the lines.  The arguments are those of
-    :class:`Attempt`.
+    and of all values where none is; ``Captured.fixed`` has the lines.  In the end, numbers that it reads may be sizes.
+    The arguments are those of :class:`Attempt`.
 
     Raises:
         CaptureError: when the model cannot be captured.
@@ -63,27 +74,32 @@ def _capture(
     _torch.export.import_tracer()
     fixed_numbers = without_numbers(specs)
     fully_closed = closed(fixed_numbers, batch=False)
-    attempts: list[tuple[Sequence[InputSpec | Any], bool]] = [(specs, False)]  # and whether values may be read
     numbers = any(isinstance(s, NumberSpec) and not s.is_drawn for s in specs)
-    attempts += [(fixed_numbers, False)] * numbers
-    attempts += [(closed(fixed_numbers), False)] * any(s.open for s in specs if isinstance(s, InputSpec))
-    attempts += [(fully_closed, False)] * any(s.batch for s in specs if isinstance(s, InputSpec))
+    has_batch = any(s.batch for s in specs if isinstance(s, InputSpec))
+    attempts = [(specs, _Values.REFUSED)]
+    attempts += [(fixed_numbers, _Values.REFUSED)] * numbers
+    attempts += [(closed(fixed_numbers), _Values.REFUSED)] * any(s.open for s in specs if isinstance(s, InputSpec))
+    attempts += [(fully_closed, _Values.REFUSED)] * has_batch
     if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        attempts += [(fixed_numbers, True)] * any(s.batch for s in specs if isinstance(s, InputSpec))
-        attempts += [(fully_closed, True)]
+        attempts += [(fixed_numbers, _Values.READ)] * has_batch
+        attempts += [(fully_closed, _Values.READ)]
+    attempts += [(fixed_numbers, _Values.SIZES)] * has_batch
+    attempts += [(fully_closed, _Values.SIZES)]
     failed: CaptureError | None = None
     vain: list[Any] | None = None  # what a model cannot be called with, traced or not
-    reads_values = reads_flags = fixes_whole = refused = False
+    reads_values = reads_flags = fixes_whole = refused = is_sized = False
     surroundings, rounds = surroundings_of(model), 0
     fixed: dict[str, None] = {}
     counters: set[str] = set()
     while attempts:
-        forms, may_read = attempts.pop(0)
-        if not reads_values if may_read else refused or _examples(forms, settings) == vain:
+        forms, values = attempts.pop(0)
+        is_vain = {_Values.READ: not reads_values, _Values.SIZES: not is_sized}.get(values, refused)
+        if is_vain or values is _Values.REFUSED and _examples(forms, settings) == vain:
             continue
         attempt = Attempt(
-            model, forms, in_spec, settings, fixed=fixed, leaves=leaves, may_read=may_read, counters=counters,
-            reads_flags=reads_flags, fixes_whole=fixes_whole, looks_after=rounds < _MOST_ROUNDS,
+            model, forms, in_spec, settings, fixed=fixed, leaves=leaves, may_read=values is _Values.READ,
+            may_size=values is _Values.SIZES, counters=counters, reads_flags=reads_flags, fixes_whole=fixes_whole,
+            looks_after=rounds < _MOST_ROUNDS,
         )  # fmt: skip
         try:
             with _torch.export.without_reports(), _torch.transforms.left_at_the_end():
@@ -94,28 +110,29 @@ def _capture(
             rounds += 1
             for variable in error.variables:
                 surroundings.add(variable)
-            attempts.insert(0, (forms, may_read))
+            attempts.insert(0, (forms, values))
             continue
         except CounterReadError as error:
             counters |= error.labels
-            attempts.insert(0, (forms, may_read))
+            attempts.insert(0, (forms, values))
             continue
         except CaptureError as error:
             failed = error  # the last one speaks of the sizes of the call
             if attempt.has_open_whole and not fixes_whole:  # where a crop begins, which decides a size to the trace
                 fixes_whole = True
-                attempts.insert(0, (forms, may_read))
+                attempts.insert(0, (forms, values))
                 continue
             if attempt.asks_flags and not reads_flags:
                 reads_flags = True
-                attempts.insert(0, (forms, may_read))
+                attempts.insert(0, (forms, values))
                 continue
             reads_values |= attempt.reads_values
+            is_sized |= isinstance(error, SizedByValuesError)
             refused = error.__cause__ is None and not numbers  # by ourselves, whatever is open
             vain = _examples(forms, settings) if isinstance(error, FailsUntraced) else vain
             fixed[str(error).splitlines()[0].partition(" at ")[2]] = None
             continue
-        if not (may_read and forms is fixed_numbers):  # what it reads is known, so that no size need be fixed
+        if values is _Values.REFUSED or forms is not fixed_numbers:  # else no size need be fixed
             captured.fixed = tuple(line for line in fixed if line not in ("", "an unknown line"))
         captured.numbers = tuple([i for i, spec in enumerate(forms) if isinstance(spec, NumberSpec)])
         if fits(captured, forms):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +14,8 @@ from autoparallel.graph.errors import note_raised
 
 
 class Array:
-    """Stands for the array of a tensor in a trace; what computes of it is refused.
+    """Stands for the array of a tensor in a trace; what computes of it is refused.  Whole numbers may be taken out
+    of it one by one, as those of the tensor.
 
     Attributes:
         tensor: without a gradient.
@@ -33,6 +34,20 @@ class Array:
     def ndim(self) -> int:
         return self.tensor.ndim
 
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tolist())
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.tolist()[key] if isinstance(key, int) else _refuse()
+
+    def tolist(self) -> list[Any]:
+        """The numbers of an array of one dim."""
+        is_row = self.ndim == 1 and not (self.tensor.is_floating_point() or self.tensor.is_complex())
+        return self.tensor.tolist() if is_row and self.tensor.dtype != torch.bool else _refuse()
+
     def __getattr__(self, name: str) -> NoReturn:
         if name[:2] == "__":
             raise AttributeError(name)
@@ -48,7 +63,7 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 _SIDES = ("", "r", "i")
 _OPERATIONS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 _METHODS = (
-    "array", "array_function", "len", "iter", "getitem", "setitem", "contains", "bool", "int", "float", "complex",
+    "array", "array_function", "setitem", "contains", "bool", "int", "float", "complex",
     "index", "neg", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "str", "repr", "format", "copy", "deepcopy",
     *(f"{side}{name}" for side in _SIDES for name in _OPERATIONS),
 )  # fmt: skip

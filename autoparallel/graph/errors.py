@@ -56,15 +56,16 @@ class FailsUntraced(CaptureError):
         self.raised_by_model = raised_by_model
 
 
-def refusal(what: str, line: str, cure: str) -> CaptureError:
+def refusal(what: str, line: str, cure: str, kind: type[CaptureError] = CaptureError) -> CaptureError:
     """What a model does that no program can have.
 
     Args:
         what: the model does.
         line: at which it does that.
         cure: what to change in the model.
+        kind: the class of the error.
     """
-    return CaptureError(f"{what} at {line}\nWhat to change: {cure}.")
+    return kind(f"{what} at {line}\nWhat to change: {cure}.")
 
 
 def refused_draw(generators: str, line: str, threads: Sequence[str] = ()) -> CaptureError:

@@ -93,6 +93,19 @@ def _selection(body: Body, operands: Sequence[Any]) -> list[Any]:
     return _as_list(body(*operands))
 
 
+def require_sizes(x: Tensor, sizes: Sequence[int], line: str) -> Tensor:
+    """A tensor that is made of as many rows as values select, if these are as many as the rest of a model needs.
+
+    Raises:
+        RuntimeError: otherwise, on all ranks alike.
+    """
+    if _has_values(x) and tuple(x.shape) != tuple(sizes):
+        raise RuntimeError(
+            f"a tensor's values select the sizes {[*x.shape]} at {line}, where the model goes on with {[*sizes]}"
+        )
+    return x
+
+
 IF_ELSE, SELECTION = "if_else", "selection"
 
 RUNS: dict[str, Callable[..., list[Any]]] = {

@@ -16,7 +16,7 @@ from autoparallel.operators.control_flow import inner_graphs, on_device
 from autoparallel.operators.flex import is_flex
 from autoparallel.operators.opaque import exit_module, function_class, has_own_backward
 from autoparallel.predict.attention import attention
-from autoparallel.rules.calls import is_tensor
+from autoparallel.rules.calls import is_tensor, selects_rows
 
 aten = torch.ops.aten
 _META = torch.device("meta")
@@ -79,7 +79,7 @@ def _is_sized_by_data(target: Any) -> bool:
 def _selects_rows(node: fx.Node) -> bool:
     """Whether a call in a graph works on as many rows as values select."""
     values = pytree.tree_leaves(node.meta.get("val"))
-    return any(map(_torch.export.free_unbacked_symbols, values)) or _is_sized_by_data(node.target)
+    return selects_rows(node) or any(map(_torch.export.free_unbacked_symbols, values)) or _is_sized_by_data(node.target)
 
 
 class _Unseen(torch.autograd.Function):

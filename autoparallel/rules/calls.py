@@ -52,6 +52,22 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
     return operands
 
 
+def selects_rows(node: fx.Node) -> bool:
+    """Whether a call gives as many rows as values select, also where torch took their number from a later use, as in
+    ``h[mask].view(x.shape[0], 3, 8)``: then no symbol tells."""
+    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
+        return False
+    if node.target in _SIZED_BY:  # it is sized by a number, where that is given
+        position, name, unset = _SIZED_BY[node.target]
+        return (node.args[position] if len(node.args) > position else node.kwargs.get(name, unset)) == unset
+    operands = tensor_operands(node)
+    return node.target is not aten.index.Tensor or any(x.meta["val"].dtype in _MASKS for x in operands[1:])
+
+
+_MASKS = (torch.bool, torch.uint8)
+_SIZED_BY = {aten.one_hot.default: (1, "num_classes", -1), aten.repeat_interleave.Tensor: (1, "output_size", None)}
+
+
 def operand_shapes(node: fx.Node) -> list[Shape]:
     """The global shapes of the node's tensor operands."""
     return [shape_of(operand) for operand in tensor_operands(node)]

@@ -2,7 +2,8 @@
 
 ``h[mask]``, ``nonzero``, ``masked_select`` and ``unique`` give tensors whose sizes only values tell.  A plan knows no
 such sizes: so all that is made of them, up to what has a size again, becomes the graph of one call, which runs on whole
-tensors on every rank, as the model does on one.
+tensors on every rank, as the model does on one.  So does what is sized by numbers that are read of tensors
+(``rows.split(counts.tolist())``), where nothing else carries a model.
 
 Before:
     index = aten.index(h, [mask]);  index_1 = aten.index(y, [mask]);  loss = aten.cross_entropy_loss(index, index_1)
@@ -16,35 +17,50 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import free_unbacked_symbols
+from autoparallel._torch.numbers import expression_in, expression_of
 from autoparallel.capture.functional.inner_graphs import inner_graph, insert_call, obstacle_in
 from autoparallel.capture.refusals.refusals import KEEP_ALL_ROWS
 from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.layers import draw_of
 from autoparallel.graph.lines import line_of, marks_of
-from autoparallel.operators.control_flow import SELECTION, control_operator, goes_by_values
+from autoparallel.operators.control_flow import SELECTION, control_operator, goes_by_values, require_sizes
+from autoparallel.rules.calls import is_tensor, selects_rows, shape_of
 
 
-def group_selections(graph: fx.Graph) -> None:
+def group_selections(graph: fx.Graph, by_numbers: bool = False) -> None:
     """Rewrites the graph of a functional trace in place.
+
+    Args:
+        by_numbers: whether those calls are grouped, too, that are sized by numbers read of tensors.
 
     Raises:
         CaptureError: where what no graph of a call can do is made of it.
     """
     symbols = {s for node in graph.nodes if _selects(node) for s in _unknown_sizes(node)}
-    if not symbols:
-        return
-    for group in _groups(graph, symbols):
-        _replace(group)
+    if by_numbers:
+        sized = [node for node in graph.nodes if node.op == "call_function" and _is_sized_by_values(node)]
+        symbols |= {s for node in sized for x in (node, *node.all_input_nodes) for s in _unknown_sizes(x)}
+        symbols -= {s for node in graph.find_nodes(op="placeholder") for s in _unknown_sizes(node)}
+    if symbols or any(map(selects_rows, graph.nodes)):
+        for group in _groups(graph, symbols):
+            _replace(group)
 
 
 def _selects(node: fx.Node) -> bool:
     """Whether a call may give as many rows as values select."""
     return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()) or goes_by_values(node.target)
+
+
+def _is_sized_by_values(node: fx.Node) -> bool:
+    """Whether a call gives a tensor of which only values tell a size."""
+    is_of_tensors = any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(node.meta.get("val")))
+    return _selects(node) or is_of_tensors and bool(_unknown_sizes(node))
 
 
 def _unknown_sizes(node: fx.Node) -> set[Any]:
@@ -83,7 +99,7 @@ def _groups(graph: fx.Graph, symbols: set[Any]) -> Iterator[_Group]:
 
     for node in nodes:
         read = [x for x in node.all_input_nodes if x in unsized]
-        if node in unsized or read and node.op != "output":
+        if node in unsized or selects_rows(node) or read and node.op != "output":
             group = _Group()
             for x in (node, *read):
                 put(x, group)
@@ -126,24 +142,73 @@ def _replace(group: _Group) -> None:
     last = calls[-1]
     _move_behind(last, calls[0], inside)
     if results:
+        expected = _sizes_before(calls[0], results)
+        read |= dict.fromkeys(size for sizes in expected for size in sizes or () if isinstance(size, fx.Node))
         operands = [node for node in last.graph.nodes if node in read]
+        first = next(node for node in calls if _is_sized_by_values(node))
         inner = inner_graph(calls, results, operands)
+        _require_sizes(inner, expected, operands, line_of(first))
         if drawing := next((node for node in inner.graph.nodes if draw_of(node) is not None), None):
             raise _refuse_size("random numbers are drawn for it", drawing)
         target, arguments = control_operator(SELECTION, [inner, tuple(operands)])
-        first = next(node for node in calls if _selects(node))
-        for result in results:
-            result.meta["val"] = _stand_in_for(result.meta["val"])
+        for result, sizes in zip(results, expected, strict=True):
+            result.meta["val"] = _stand_in_for(result.meta["val"], sizes)
         for result, item in zip(results, insert_call(last, target, arguments, results, marks_of(first)), strict=True):
             result.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
     for node in reversed(calls):
         node.graph.erase_node(node)
 
 
-def _stand_in_for(value: Any) -> Any:
-    """A result as a plan sees it: one row for as many as there are, where it leaves the model so."""
-    if not isinstance(value, torch.Tensor) or not free_unbacked_symbols(value):
+def _require_sizes(inner: fx.GraphModule, expected: list[list[Any] | None], operands: list[fx.Node], line: str) -> None:
+    """Has a graph require of its results the sizes with which the rest of the model goes on.
+
+    Torch takes the number of rows from what they are used for, where eager takes one row for all of them.
+
+    Args:
+        expected: of each result, numbers and those of the operands; None for one of any sizes.
+    """
+    (output,) = inner.graph.find_nodes(op="output")
+    inside = dict(zip(operands, inner.graph.find_nodes(op="placeholder"), strict=True))
+    results = list(output.args[0])
+    with inner.graph.inserting_before(output):
+        for i, sizes in enumerate(expected):
+            if sizes is not None:
+                numbers = [inside.get(size, size) for size in sizes]
+                results[i] = inner.graph.call_function(require_sizes, (results[i], numbers, line))
+                results[i].meta = {"val": output.args[0][i].meta["val"]}
+    output.args = (tuple(results),)
+    inner.recompile()
+
+
+def _sizes_before(first: fx.Node, results: list[fx.Node]) -> list[list[Any] | None]:
+    """The sizes of results as they are known before a call: numbers, and nodes that compute them of what the model is
+    given; None for a result that is no tensor, or of unknown sizes."""
+    graph = first.graph
+    sizes: dict[sympy.Basic, tuple[fx.Node, int]] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        for dim, size in enumerate(shape_of(node) if is_tensor(node) else ()):
+            sizes.setdefault(expression_of(size), (node, dim))
+    with graph.inserting_before(first):
+        return [
+            [expression_in(graph, expression_of(size), sizes) for size in shape_of(node)]
+            if is_tensor(node) and not free_unbacked_symbols(node.meta["val"])
+            else None
+            for node in results
+        ]
+
+
+def _stand_in_for(value: Any, sizes: list[Any] | None) -> Any:
+    """A result as a plan sees it: of known sizes, or of one row for as many as there are, where it leaves the model so.
+
+    Args:
+        sizes: numbers, and nodes of them; None where they are not known.
+    """
+    if not isinstance(value, torch.Tensor):
         return value
+    if sizes is not None:
+        shape = [size.meta["val"] if isinstance(size, fx.Node) else size for size in sizes]
+        has_strides = not any(isinstance(stride, torch.SymInt) for stride in value.stride())
+        return value.new_empty_strided(shape, value.stride()) if has_strides else value.new_empty(shape)
     return value.new_empty([1 if free_unbacked_symbols(size) else size for size in value.shape])
 
 

@@ -26,6 +26,10 @@ from autoparallel.rules import operator_name
 from autoparallel.rules.calls import READS, is_tensor, tensor_operands
 
 
+class SizedByValuesError(CaptureError):
+    """A size, or a number that Python reads, is known only when the program runs."""
+
+
 def require_static(graph: fx.Graph, numbers: Collection[str]) -> list[str]:
     """Refuses sizes and numbers that are known only when the program runs; what is only checked is left out.
 
@@ -42,31 +46,16 @@ def require_static(graph: fx.Graph, numbers: Collection[str]) -> list[str]:
         if isinstance(value, OPEN) and any(map(is_tensor, node.all_input_nodes)):
             if [x.name in numbers for x in node.all_input_nodes] == [True]:
                 allowed |= free_unbacked_symbols(value)
-            elif _is_only_checked(node):
+            elif (node.target in READS or free_unbacked_symbols(value)) and _is_only_checked(node):
                 allowed |= free_unbacked_symbols(value)
                 checks.append(line_of(node))
         unknown = [free_unbacked_symbols(v) for v in pytree.tree_leaves(value)]
-        counted = _counts_values(node)
-        if counted or any(symbols - (set() if isinstance(value, torch.Tensor) else allowed) for symbols in unknown):
+        if any(symbols - (set() if isinstance(value, torch.Tensor) else allowed) for symbols in unknown):
             if node.target in READS:
                 cure = "keep it a tensor (no .item()), or compute it outside of the model and pass it in"
-                raise refusal("a tensor's value is read into Python", line_of(node), cure)
-            raise refusal("a size depends on a tensor's values", line_of(node), KEEP_ALL_ROWS)
+                raise refusal("a tensor's value is read into Python", line_of(node), cure, SizedByValuesError)
+            raise refusal("a size depends on a tensor's values", line_of(node), KEEP_ALL_ROWS, SizedByValuesError)
     return checks
-
-
-def _counts_values(node: fx.Node) -> bool:
-    """Whether a call selects by values as many rows as there are, also where torch took their number from a later use.
-
-    ``h[mask] + x`` makes it that of ``x``: then no symbol tells, and a call that selects another would be wrong.
-    """
-    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
-        return False
-    if node.target in _SIZED_BY:  # it is sized by a number, where that is given
-        position, name, unset = _SIZED_BY[node.target]
-        return (node.args[position] if len(node.args) > position else node.kwargs.get(name, unset)) == unset
-    operands = tensor_operands(node)
-    return node.target is not _ATEN.index.Tensor or any(x.meta["val"].dtype in _MASKS for x in operands[1:])
 
 
 def _is_only_checked(node: fx.Node) -> bool:
@@ -77,11 +66,6 @@ def _is_only_checked(node: fx.Node) -> bool:
     )
 
 
-_MASKS = (torch.bool, torch.uint8)
-_SIZED_BY = {
-    torch.ops.aten.one_hot.default: (1, "num_classes", -1),
-    torch.ops.aten.repeat_interleave.Tensor: (1, "output_size", None),
-}
 _CHECKS = (torch.ops.aten._assert_scalar.default,)
 
 

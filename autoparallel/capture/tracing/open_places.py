@@ -2,7 +2,7 @@
 
 A trace knows how large such a part is, and not where it begins, which ``torch.export`` takes for a size that values
 decide.  So the part is looked up, or written, by its indices, ``at + arange(n)``.  Where a slice would be cut short at
-the end of the tensor, such a look-up raises.
+the end of the tensor, such a look-up raises.  Where values tell how far it reaches, the indices are cut.
 
 Eager's part is a view: what is written to the part is written to its tensor, too, and a part that is read after its
 tensor has changed is refused.
@@ -64,7 +64,8 @@ def _span_of(item: Any) -> int | torch.SymInt | None:
         return None
     fixed = span.node.expr if isinstance(span, torch.SymInt) else span
     if isinstance(fixed, int | sympy.Integer):
-        return int(fixed) if item.step is None or isinstance(item.step, int) and item.step > 0 else None
+        goes_on = item.step is None or isinstance(item.step, int) and item.step > 0
+        return int(fixed) if goes_on and fixed >= 0 else None  # x[n:n - 2] may begin at 0 or 1
     return span if item.step in (None, 1) else None
 
 
@@ -108,12 +109,19 @@ def _origin_of(place: Any) -> tuple[tuple[Any, ...], int]:
     return (id(place),), distance
 
 
+def _reaches_open(item: Any) -> bool:
+    """Whether values tell how far a slice reaches."""
+    return isinstance(item, slice) and _span_of(item) is None and (_is_open(item.start) or _is_open(item.stop))
+
+
 def _opens(item: Any) -> bool:
-    return _is_open(item) or _span_of(item) is not None
+    return _is_open(item) or _span_of(item) is not None or _reaches_open(item)
 
 
 def _indices_of(x: Tensor, item: Any, dim: int) -> Tensor:
     """What an open item of a key names, of one dim."""
+    if _reaches_open(item):
+        return torch.arange(x.shape[dim], device=x.device)[item]
     span = _span_of(item)
     if span is None:
         first = end = torch.zeros(1, dtype=torch.int64, device=x.device) + item
@@ -262,7 +270,7 @@ def _key_of(x: Tensor, dim: int, item: Any) -> tuple[Any, ...]:
 
 def _narrow(func: Any, *args: Any, **kwargs: Any) -> Any:
     x, dim, start, length = _bound(("input", "dim", "start", "length"), args, kwargs)
-    if not _is_open(start):
+    if not _is_open(start) and not _is_open(length):
         return func(*args, **kwargs)
     end = _shift(1)(torch.add, start, length) if isinstance(start, Tensor) else start + length
     return _get(Tensor.__getitem__, x, _key_of(x, dim, slice(start, end)))
