@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+import autoparallel
 from autoparallel.capture.attempt import ON_SELECTED
 from autoparallel.graph.captured import Captured
 from autoparallel.operators.control_flow import inner_graphs, is_selection
 from tests.captures import captured
+from tests.runtime.support import mesh_of, run_on_ranks
 
 
 class Selects(nn.Module):
@@ -99,3 +101,62 @@ def test_parameters_that_selected_rows_read_are_named(caplog: pytest.LogCaptureF
 
     captured(Heads(), torch.randn(8, 8))
     assert ON_SELECTED.partition(",")[0].replace("%d", "2") in caplog.text
+
+
+def test_what_numbers_size_is_one_call() -> None:
+    class Splits(Selects):
+        def select(self, h: Tensor) -> Any:
+            best = h.argmax(-1)
+            parts = h.split(torch.bincount(best, minlength=8).tolist())
+            return torch.cat([part.exp() for part in parts])[best.argsort()] * h
+
+    graph = captured(Splits(), torch.randn(8, 8))
+    (selection,) = selections(graph)
+    (inside,) = inner_graphs(selection.target)
+    names = calls(inside.graph)
+    assert {"split_with_sizes", "exp", "cat", "require_sizes"} <= {*names} and "linear" not in names
+    assert "mul.Tensor" in calls(graph.graph)
+
+
+class Views(nn.Module):
+    """As many rows as are positive, where the rest takes two of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)[x > 0].view(x.shape[0], 2).sum(1)
+
+
+class Adds(Views):
+    """Where eager takes one number for all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)[x > 0] + x[:, 0]
+
+
+def _words_of(model: Any, positive: int) -> str:
+    x = -torch.ones(4, 8)
+    x[:, :positive] = 1.0
+    if not positive:
+        x[0, 0] = 1.0
+    try:
+        model(x)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def _selecting_on_ranks(plan: str) -> list[str]:
+    views = autoparallel.compile(Views(), mesh_of(2), plan=plan)
+    adds = autoparallel.compile(Adds(), mesh_of(2), plan=plan)
+    return [_words_of(views, 2), _words_of(views, 3), _words_of(adds, 1), _words_of(adds, 0)]
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
+def test_too_many_rows_end_all_ranks(plan: str) -> None:
+    for views, more, adds, one in run_on_ranks(_selecting_on_ranks, plan, world_size=2):
+        assert views == adds == "nothing was raised"
+        assert "[12]" in more and "[8]" in more and "test_selections.py" in more, more
+        assert "[1]" in one and "[4]" in one, one

@@ -165,14 +165,14 @@ def _require_sizes(inner: fx.GraphModule, expected: list[list[Any] | None], oper
     Torch takes the number of rows from what they are used for, where eager takes one row for all of them.
 
     Args:
-        expected: of each result, numbers and those of the operands; None for one of any sizes.
+        expected: of each result, numbers and those of the operands; None, or none, for one of any sizes.
     """
     (output,) = inner.graph.find_nodes(op="output")
     inside = dict(zip(operands, inner.graph.find_nodes(op="placeholder"), strict=True))
     results = list(output.args[0])
     with inner.graph.inserting_before(output):
         for i, sizes in enumerate(expected):
-            if sizes is not None:
+            if sizes:
                 numbers = [inside.get(size, size) for size in sizes]
                 results[i] = inner.graph.call_function(require_sizes, (results[i], numbers, line))
                 results[i].meta = {"val": output.args[0][i].meta["val"]}

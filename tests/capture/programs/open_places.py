@@ -317,11 +317,11 @@ class KeptOfWhatCallsChange(Queue):
         return h
 
 
-@program(refused="take elements of both")
+@program()
 class MixedFromAPlaceOn(Counting):
     """As StyleGAN mixes styles: nobody knows how large the part is."""
 
     def part(self, h: Tensor, at: int) -> Tensor:
         h, other = h * 2, h.tanh()
-        h[:, at:] = other[:, at:]  # refused
+        h[:, at:] = other[:, at:]
         return h
