@@ -16,7 +16,7 @@ from torch import fx
 from torch._decomp import decomposition_table
 from torch._export.verifier import Verifier
 from torch.fx.experimental import sym_node
-from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, statically_known_true
 from torch.utils._sympy.functions import OpaqueUnaryFn_exp, OpaqueUnaryFn_log, ToFloat
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
@@ -38,6 +38,13 @@ def exp(x: Any) -> Any:
 def log(x: Any) -> Any:
     """As ``math.log`` of one number."""
     return _apply("_sym_log", x) if isinstance(x, torch.SymInt | torch.SymFloat) else math.log(x)
+
+
+def is_one(size: Any) -> bool:
+    """Whether a size is one in all calls of a trace: it says so itself, or the trace has asked it of an expression."""
+    if isinstance(size, int):
+        return size == 1
+    return not size.node.expr.is_Symbol and statically_known_true(size == 1)
 
 
 def _apply(method: str, x: Any) -> Any:

@@ -1,6 +1,6 @@
 """How each operator may be sharded: one rule per operator, in factor notation.
 
-May import ``operators`` and ``placements``.
+May import ``operators``, ``placements`` and ``_torch``.
 
 - ``core``: what a rule is, its notation, and how a call's rule is made of it.
 - ``table``: every operator's row.

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoparallel._torch.numbers import is_one
+
 aten = torch.ops.aten
 
 Shape = tuple[Any, ...]
@@ -35,8 +37,11 @@ def may_have_gradient(x: torch.Tensor) -> bool:
 
 
 def shape_of(node: fx.Node) -> Shape:
-    """The node's global shape; ints and SymInts."""
-    return tuple(node.meta["val"].shape)
+    """The node's global shape; ints and SymInts, but 1 where the trace takes for granted that a size is one.
+
+    Torch may have found that after the tensor was made, so that it tells the size by an expression.
+    """
+    return tuple(1 if is_one(size) else size for size in node.meta["val"].shape)
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:

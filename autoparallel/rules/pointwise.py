@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel.rules.calls import arguments, operand_shapes, shape_of, tensor_operands
+from autoparallel.rules.calls import arguments, operand_shapes, tensor_operands
 from autoparallel.rules.core import Rule, dim_names, dimwise, make_rule
 
 
@@ -33,16 +33,9 @@ def pointwise(node: fx.Node, linear: Sequence[Sequence[int]] = ()) -> Rule:
     Args:
         linear: sets of operands; one that has an operand which is a number in this call is left out.
     """
-    shapes, result = operand_shapes(node), shape_of(node)
-    # What broadcasts to a size of one is one: torch may have found that of an operand whose own size still speaks of
-    # the batch (`batch // min(batch, 4)`), in this operator first.
-    ends = [result[len(result) - len(shape) :] for shape in shapes]
-    ones = [
-        tuple(1 if isinstance(end, int) and end == 1 else size for size, end in zip(shape, its_ends, strict=True))
-        for shape, its_ends in zip(shapes, ends, strict=True)
-    ]
+    shapes = operand_shapes(node)
     notation = f"{', '.join(['...'] * len(shapes))} -> ..."
-    return make_rule(node, notation, shapes=ones, linear=[group for group in linear if max(group) < len(shapes)])
+    return make_rule(node, notation, linear=[group for group in linear if max(group) < len(shapes)])
 
 
 def quotient(node: fx.Node) -> Rule:

@@ -8,6 +8,7 @@ import numbers as kinds
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.capture.programs.inplace import Two
@@ -121,6 +122,16 @@ class CountsByLen(Two):
         places = torch.arange(len(rows))
         assert isinstance(len(rows), int) and len([*h.shape]) == 3 and f"{len(rows)}".isdigit()
         return (rows * places[:, None, None]).reshape(len(rows) * len(h), -1) / len(rows) * len("abc")
+
+
+@program(batch=lambda step: (numbers(4, (6, 7, 9)[step], 8, seed=step),), ranks=True)
+class ChunksOfLengths(Two):
+    """Linear attention in chunks, of which a short sequence has one: the trace finds that late."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(self.a(x)).transpose(1, 2)
+        h = F.pad(h, (0, -h.shape[2] % 8))
+        return h.reshape(*h.shape[:2], -1, 8).cumsum(3)
 
 
 @program(batch=lambda step: (numbers((4, 2, 8)[step], 3, 8, seed=step),))
