@@ -101,4 +101,11 @@ LANGUAGE: dict[str, Callable[[], Made]] = {
     "LED (global)": partial(pretrained, "LEDForConditionalGeneration", summary, **ENCODER_DECODER,
         attention_window=4, max_encoder_position_embeddings=64, max_decoder_position_embeddings=64),
     "Longformer (global)": partial(pretrained, "LongformerForMaskedLM", masked_globally, attention_window=4),
+    "Flint": partial(pretrained, "FlintForCausalLM", causal, num_key_value_heads=2, head_dim=8),
+    "Beam": partial(pretrained, "BeamForCausalLM", masked, num_key_value_heads=2, head_dim=8),
+    "Dory": partial(pretrained, "DoryForCausalLM", masked, num_key_value_heads=2, head_dim=8),
+    "LFM3": partial(pretrained, "Lfm3ForCausalLM", causal, num_key_value_heads=2, head_dim=8),
+    "Laguna": partial(pretrained, "LagunaForCausalLM", causal, head_dim=8, num_experts=4, **MOE),
+    "mT5": partial(pretrained, "MT5ForConditionalGeneration", translation, d_model=32, d_kv=8, d_ff=64,
+        num_layers=1, num_heads=4, decoder_start_token_id=0),
 }  # fmt: skip

@@ -143,4 +143,11 @@ SENSES: dict[str, Callable[[], Made]] = {
         "num_heads": 4, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 32,
         "deepstack_visual_indexes": [0], "in_channels": 3, "num_position_embeddings": 16}, image_token_id=3,
         video_token_id=90, vision_start_token_id=5),
+    "TextNet": partial(pretrained, "TextNetForImageClassification", image_class, stem_out_channels=8,
+        stem_kernel_size=3, conv_layer_kernel_sizes=[[[3, 3]], [[3, 3]], [[3, 1]], [[3, 3]]],
+        conv_layer_strides=[[2]] * 4, hidden_sizes=[8, 8, 8, 16, 16]),
+    "MGP-STR": partial(pretrained, "MgpstrForSceneTextRecognition", image_alone, image_size=[PIXELS, PIXELS],
+        patch_size=[8, 8], num_character_labels=10, num_bpe_labels=12, num_wordpiece_labels=12, max_token_length=6),
+    "SuperPoint": partial(pretrained, "SuperPointForKeypointDetection", image_alone, encoder_hidden_sizes=[8] * 4,
+        decoder_hidden_size=8, descriptor_decoder_dim=8),
 }  # fmt: skip
