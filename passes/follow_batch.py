@@ -358,7 +358,7 @@ def _along_dim(node: fx.Node, operands: list[Placement]) -> Placement | None:
         return None
     (dim,) = rows
     cut = [x for x, p in zip(tensor_operands(node), operands, strict=True) if p.kind == "S"]
-    alike = all(shape_of(x)[dim] == shape_of(node)[dim] for x in cut)
+    alike = dim < len(shape_of(node)) and all(shape_of(x)[dim] == shape_of(node)[dim] for x in cut)
     return Shard(dim) if alike and values["dim"] % len(shape_of(node)) != dim else None
 
 

@@ -1,9 +1,9 @@
 """What torch's own functions and modules read of a tensor's values: composed of operators that read none, or refused.
 
 ``torch.cov`` asks whether its divisor is positive, ``torch.combinations`` which of all pairs are ordered, a batch norm
-without a momentum for how many batches it has seen, ``torch.bincount`` for the largest value, and ``nn.Transformer``
-whether a mask is the causal one.  All of it is known without the values, is a tensor, or changes nothing of what is
-computed.  ``squeeze`` asks which sizes are 1.
+without a momentum for how many batches it has seen, ``torch.bincount`` for the largest value, ``torch.linalg.lstsq``
+for ranks, and ``nn.Transformer`` whether a mask is the causal one.  All of it is known without the values, is a tensor,
+or changes nothing of what is computed.  ``squeeze`` asks which sizes are 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.capture.tracing.open_numbers import with_newest
 from autoparallel.capture.tracing.stand_ins import replacement
-from autoparallel.capture.tracing.trace import Trace
+from autoparallel.capture.tracing.trace import Trace, refuse
 from autoparallel.operators.ctc import ctc_losses
 
 
@@ -58,13 +58,16 @@ def _cov(
 
 def _corrcoef(trace: Trace, func: Any, input: Tensor) -> Tensor:
     """The covariances over the deviations of both variables, within -1 and 1."""
-    if input.ndim > 2 or input.is_complex() or not input.numel():
+    if input.ndim > 2 or not input.numel():
         return func(input)
     covariances = _cov(trace, torch.cov, input)
     if covariances.ndim == 0:
         return covariances / covariances
-    deviations = covariances.diagonal().sqrt()
-    return (covariances / deviations.unsqueeze(1) / deviations).clamp(-1, 1)
+    deviations = covariances.diagonal().real.sqrt()
+    correlations = covariances / deviations.unsqueeze(1) / deviations
+    if not correlations.is_complex():
+        return correlations.clamp(-1, 1)
+    return torch.complex(correlations.real.clamp(-1, 1), correlations.imag.clamp(-1, 1))
 
 
 def _combinations(_: Trace, func: Any, input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
@@ -107,6 +110,42 @@ def _stack(data: Any, dtype: torch.dtype) -> Tensor:
     return data.detach().reshape(()).to(dtype) if isinstance(data, Tensor) else torch.tensor(data, dtype=dtype)
 
 
+class _Solved:
+    """What torch gives of a problem of least squares, of which a trace knows the solution alone."""
+
+    def __init__(self, solution: Tensor) -> None:
+        self.solution = solution
+
+    def __getitem__(self, place: int) -> Tensor:
+        if place != 0:
+            raise _refuse_ranks()
+        return self.solution
+
+    def __iter__(self) -> Any:
+        raise _refuse_ranks()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("residuals", "rank", "singular_values"):
+            raise _refuse_ranks()
+        raise AttributeError(name)
+
+
+def _refuse_ranks() -> Exception:
+    return refuse(
+        "what torch.linalg.lstsq gives beside the solution depends on the ranks of the matrices",
+        "read its .solution alone; the residuals are (A @ solution - B).square().sum(-2), the rank "
+        "torch.linalg.matrix_rank(A)",
+    )
+
+
+def _lstsq(_: Trace, func: Any, A: Tensor, B: Tensor, rcond: Any = None, *, driver: str | None = None) -> _Solved:
+    """The solution of least squares: it is made of the pseudoinverse, as are torch's gradients of it."""
+    inverse = torch.linalg.pinv(A, rtol=rcond)
+    if B.ndim == 1 or B.ndim == A.ndim - 1 and B.shape == A.shape[:-1]:
+        return _Solved((inverse @ B.unsqueeze(-1)).squeeze(-1))
+    return _Solved(inverse @ B)
+
+
 def _masked_select(_: Trace, func: Any, input: Tensor, mask: Tensor, **options: Any) -> Tensor:
     """What an index by the mask selects: two of one mask are of one size."""
     if options:
@@ -144,11 +183,17 @@ def _ctc_loss(
     return losses.squeeze(0) if one else losses
 
 
+def _tensor_split(_: Trace, func: Any, input: Tensor, *places: Any, **named: Any) -> Any:
+    """The parts of a tensor, which end where a tensor of whole numbers says."""
+    return func(input, *(x.tolist() if isinstance(x, Tensor) else x for x in places), **named)
+
+
 READING: dict[Any, Callable[..., Any]] = {
     Tensor.squeeze: _squeeze, torch.squeeze: _squeeze,
     torch.cov: _cov, Tensor.cov: _cov, torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef,
+    torch.tensor_split: _tensor_split, Tensor.tensor_split: _tensor_split,
     torch.bincount: _bincount, Tensor.bincount: _bincount,
-    torch.masked_select: _masked_select, Tensor.masked_select: _masked_select,
+    torch.linalg.lstsq: _lstsq, torch.masked_select: _masked_select, Tensor.masked_select: _masked_select,
     torch.combinations: _combinations, torch.tensor: _tensor, torch.ctc_loss: _ctc_loss, F.ctc_loss: _ctc_loss,
 }  # fmt: skip
 """The functions, with what takes their place while a model is traced."""

@@ -102,6 +102,24 @@ class LinearAlgebra(Two):
         return torch.linalg.solve(gram, self.b(x).T).T + torch.linalg.cholesky(gram).diagonal().log().sum()
 
 
+@program(ranks=True)
+class LeastSquares(Two):
+    """A grid that is fitted, as a KAN's is, and one per row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.a(x), self.b(x)
+        each = torch.linalg.lstsq(a.view(-1, 4, 2), b.view(-1, 4, 2), rcond=1e-12).solution
+        vector = torch.linalg.lstsq(a[:, :2], b[:, 0])[0]
+        return torch.linalg.lstsq(a[:, :3], b).solution.sum() + each.flatten(1) * vector.sum()
+
+
+@program(refused="its .solution alone")
+class LeastSquaresWithTheirResiduals(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        solved = torch.linalg.lstsq(self.a(x)[:, :3], self.b(x))
+        return solved.residuals + solved.solution.sum()  # refused
+
+
 @program()
 class Orthogonal(Two):
     """Matrix exponential and QR."""
@@ -204,6 +222,39 @@ class Covariances(Two):
         weighed = torch.cov(a.T, correction=0, fweights=weights, aweights=b.sigmoid()[:, 0])
         also = torch.cov(a.T, aweights=b.sigmoid()[:, 1])
         return a @ (torch.cov(b.T) + torch.corrcoef(a.T) + weighed + also + b[:, 0].cov())
+
+
+@program()
+class ComplexCorrelations(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.complex(self.a(x), self.b(x)).T
+        return torch.view_as_real(torch.corrcoef(z) + z[0].corrcoef())
+
+
+@program(ranks=True)
+class PartsThatEndWhereTensorsSay(Two):
+    ends: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ends", torch.tensor([1, 5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = torch.tensor_split(self.a(x), self.ends, dim=1)
+        left, right = self.b(x).tensor_split(torch.tensor(2), 1)
+        return first * second + third.sum(1, keepdim=True) * left * right
+
+
+@program(batch=lambda step: (torch.zeros(1, dtype=torch.int64),))
+class ScalarAsRow(nn.Module):
+    """A number, which has no dims, counts as a row where it is looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rate.exp().index_select(0, places), self.rate.index_add(0, places, self.rate)
 
 
 @program()
