@@ -196,18 +196,19 @@ class _Writer(fx.proxy.GraphAppendingTracer):
         return node
 
 
-def expression_in(graph: fx.Graph, expression: sympy.Basic, sizes: Mapping[Any, tuple[fx.Node, int]]) -> Any:
-    """The number, or the node of it, that an expression is in a graph.
+def expression_in(graph: fx.Graph, expression: sympy.Basic, origins: Mapping[Any, tuple[fx.Node, int, int]]) -> Any:
+    """The number, or the node of it, that an expression of sizes is in a graph.
 
     Args:
-        sizes: of which node its symbols are the sizes, and of which dim.
+        origins: of each symbol a node that has it as a size, the dim, and how many times.
     """
     writer = _Writer(graph)
     numbers = {}
     for symbol in expression.free_symbols:
-        node, dim = sizes[symbol]
+        node, dim, factor = origins[symbol]
         read = fx.Proxy(node, writer), dim
-        numbers[symbol] = writer.create_proxy("call_function", torch.ops.aten.sym_size.int, read, {})
+        size: Any = writer.create_proxy("call_function", torch.ops.aten.sym_size.int, read, {})
+        numbers[symbol] = size if factor == 1 else size // factor
     number = sympy_interp(PythonReferenceAnalysis, numbers, expression)
     return number.node if isinstance(number, fx.Proxy) else number
 

@@ -184,13 +184,14 @@ def _sizes_before(first: fx.Node, results: list[fx.Node]) -> list[list[Any] | No
     """The sizes of results as they are known before a call: numbers, and nodes that compute them of what the model is
     given; None for a result that is no tensor, or of unknown sizes."""
     graph = first.graph
-    sizes: dict[sympy.Basic, tuple[fx.Node, int]] = {}
+    origins: dict[sympy.Basic, tuple[fx.Node, int, int]] = {}
     for node in graph.find_nodes(op="placeholder"):
         for dim, size in enumerate(shape_of(node) if is_tensor(node) else ()):
-            sizes.setdefault(expression_of(size), (node, dim))
+            factor, symbol = expression_of(size).as_coeff_Mul()
+            origins.setdefault(symbol, (node, dim, int(factor)))
     with graph.inserting_before(first):
         return [
-            [expression_in(graph, expression_of(size), sizes) for size in shape_of(node)]
+            [expression_in(graph, expression_of(size), origins) for size in shape_of(node)]
             if is_tensor(node) and not free_unbacked_symbols(node.meta["val"])
             else None
             for node in results

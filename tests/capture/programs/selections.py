@@ -272,11 +272,13 @@ class CountsUpToLengths(Tagger):
         return (logits.logsumexp(1) * (counts / counts.sum())[found]).sum() + weights.sum(), counts, weights
 
 
-@program(batch=tagged, refused="minlength")
+@program(batch=tagged)
 class CountsUpToTheLargest(Tagger):
+    """Which is as many as they are multiplied with."""
+
     def forward(self, x: Tensor, labels: Tensor) -> Any:
         logits = self.body(x)[:, 0]
-        counts = torch.bincount(logits.argmax(1).clamp(min=7))  # refused
+        counts = torch.bincount(logits.argmax(1).clamp(min=7))
         return (logits * counts).sum()
 
 
