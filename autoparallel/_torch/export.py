@@ -164,6 +164,17 @@ def hint_of(relation: SymNode, symbol: sympy.Symbol) -> int | None:
     return None if size is None else int(size)
 
 
+def bound_size(env: ShapeEnv, symbol: sympy.Symbol) -> None:
+    """Bounds a size of which no bound is known but that of 64 bits by one that torch's floats can divide exactly: it
+    divides bounds where it takes the size for a part of another, and holds the quotient against them."""
+    bounds = env.var_to_range.get(symbol)
+    if bounds is not None and bounds.upper.is_Integer and bounds.upper > _MOST_ROWS:
+        env.var_to_range[symbol] = type(bounds)(bounds.lower, _MOST_ROWS)
+
+
+_MOST_ROWS = sympy.Integer(2**48)
+
+
 def guard_strictly(truth: torch.SymBool) -> bool:
     """Whether a relation of sizes holds, where that is known before the program runs; else torch's error."""
     return bool(GUARD_BOOL(truth.node, "", 0))

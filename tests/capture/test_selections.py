@@ -160,3 +160,18 @@ def test_too_many_rows_end_all_ranks(plan: str) -> None:
         assert views == adds == "nothing was raised"
         assert "[12]" in more and "[8]" in more and "test_selections.py" in more, more
         assert "[1]" in one and "[4]" in one, one
+
+
+def test_rows_of_which_each_keeps_some_leave_the_batch_open(caplog: pytest.LogCaptureFixture) -> None:
+    class Keeps(Selects):
+        """A mixture of depths."""
+
+        def select(self, h: Tensor) -> Any:
+            best = h.sum(-1).topk(4, dim=1).indices
+            mask = torch.zeros(h.shape[0], h.shape[1], dtype=torch.bool).scatter(1, best, True)
+            return self.down(self.up(h[mask].view(h.shape[0], 4, 8)))
+
+    model = autoparallel.compile(Keeps())
+    for rows in (4, 6, 5):
+        assert model(torch.randn(rows, 8, 8)).shape == (rows, 4, 8)
+    assert "once more" not in caplog.text

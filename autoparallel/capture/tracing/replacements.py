@@ -89,6 +89,7 @@ def _set_replacement(
     """Notes at which line a size that was open becomes a number."""
     if size.is_Integer:
         trace.fixed.setdefault(int(size), line_of_frame(sys._getframe(1)))
+    _torch.export.bound_size(self, symbol)
     return replace(self, symbol, size, message)
 
 
