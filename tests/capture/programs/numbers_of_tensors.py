@@ -238,11 +238,11 @@ class AsksForNoNaN(Two):
         return self.b(h)
 
 
-@program(batch=signed, refused="keep it a tensor")
+@program(batch=signed)
 class CutsByANumber(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        count = (h > 0).sum().item()  # refused
+        count = (h > 0).sum().item()
         return self.b(h)[:, : count % 4]
 
 
