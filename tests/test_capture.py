@@ -81,14 +81,6 @@ class _Loop(nn.Module):
         return x
 
 
-class _Counted(nn.Module):
-    """The addition makes torch take the number of selected rows for that of ``x``, in every call."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x[x[:, 0] > 0]  # the line
-        return rows + x
-
-
 class _Generator(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.rand(8, generator=torch.Generator())  # the line
@@ -195,7 +187,6 @@ REFUSED = {
     "adaptive softmax": (_Clusters, r"values, inside of AdaptiveLogSoftmaxWithLoss", "F.cross_entropy"),
     "item": (_Item, r"tensor's value is read into Python|on a tensor's values", "keep it a tensor"),
     "loop over a value": (_Loop, r"depends on a tensor's values|read into Python", "pass it in|keep it a tensor"),
-    "size of a selection that a later use fixes": (_Counted, r"depends on a tensor's values", "masks"),
     "a generator": (_Generator, r"draws from a torch.Generator of its own", "leave out generator="),
     "a seed": (_Seeds, r"sets torch's generator \(torch.manual_seed\)", "keep them in a buffer"),
     "numpy": (_Numpy, r"cannot be captured", "What to change"),

@@ -287,7 +287,7 @@ def _explain_value(error: Exception, modules: list[nn.Module], line: str) -> tup
             "is left out; or compute the number before the call and pass it in"
         )
     return "a tensor's value is read into Python", (
-        "keep it a tensor (no .tolist()), or read a whole number that decides no size by x.item(); or compute it "
+        "keep it a tensor, or give the number to operators, slices and splits alone (x * n, x[:, :n]); or compute it "
         "before the call and pass it in as a number"
     )
 
