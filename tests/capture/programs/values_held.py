@@ -105,29 +105,29 @@ class Counted(Two):
         self.register_buffer("count", torch.ones((), dtype=torch.int64))
 
 
-@program(refused="keep it a tensor")
+@program()
 class ReadsWhatItChanges(Counted):
-    """A counter in a buffer that decides how many columns there are: each value would be a trace."""
+    """A counter in a buffer that decides how many columns there are."""
 
     def forward(self, x: Tensor) -> Tensor:
-        width = int(self.count)  # refused
+        width = int(self.count)
         self.count += 1
         return self.b(self.a(x))[:, :width]
 
 
-@program(refused="keep it a tensor")
+@program()
 class SetsItByWhatItReads(Counted):
     def forward(self, x: Tensor) -> Tensor:
-        width = int(self.count)  # refused
+        width = int(self.count)
         self.count.fill_(width % 4 + 1)
         return self.b(self.a(x))[:, :width]
 
 
-@program(refused="keep it a tensor")
+@program()
 class ReadsWhatItBindsAnew(Counted):
     def forward(self, x: Tensor) -> Tensor:
         self.count = self.count + 1
-        return self.b(self.a(x))[:, : int(self.count)]  # refused
+        return self.b(self.a(x))[:, : int(self.count)]
 
 
 class SetUpByItsFirstCall(Counted):
@@ -162,11 +162,11 @@ class BindsANumberItReadsAnew(SetUpByItsFirstCall):
         self.count = torch.full_like(self.count, 4)
 
 
-@program(refused="keep it a tensor")
+@program()
 class ReadsWhatActivationsDecide(Counted):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        width = int(self.count)  # refused
+        width = int(self.count)
         self.count.copy_((h > 0).sum() % 4 + 1)
         return self.b(h)[:, :width]
 
@@ -185,19 +185,16 @@ class AsksUnderVmap(Masked):
         return vmap(grad(self.energy))(x)
 
 
-@program(
-    batch=lambda step: (numbers(4, 8, seed=step), torch.tensor([[1, 2], [0, 1]]) + step),
-    refused="compute it outside of the model",
-)
+@program(batch=lambda step: (numbers(4, 8, seed=step), torch.tensor([[1, 2], [0, 1]]) + step))
 class ReadsWhatVmapHasWritten(Two):
-    """To each row of a tensor: nobody follows it."""
+    """To each row of a tensor: nobody follows it, so that it is a size that values tell."""
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         counts = counts.clone()
         first = int(counts[0, 0])
         vmap(lambda row: row.mul_(2))(counts)
         h = self.a(x) * (counts[0, 0] - first)
-        return self.b(h)[:, : counts[1, 1] + 1]  # refused
+        return self.b(h)[:, : counts[1, 1] + 1]
 
 
 class HoldsElsewhere(Two):
