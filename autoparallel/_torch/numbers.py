@@ -182,10 +182,6 @@ def condition(expression: sympy.Basic, answer: bool | int) -> sympy.Basic:
     return relation if answer else sympy.Not(relation)
 
 
-def expression_of(size: int | torch.SymInt) -> sympy.Basic:
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
-
-
 class _Writer(fx.proxy.GraphAppendingTracer):
     """Writes arithmetic of sizes to a graph, with what it is in the trace."""
 
@@ -196,21 +192,17 @@ class _Writer(fx.proxy.GraphAppendingTracer):
         return node
 
 
-def expression_in(graph: fx.Graph, expression: sympy.Basic, origins: Mapping[Any, tuple[fx.Node, int, int]]) -> Any:
-    """The number, or the node of it, that an expression of sizes is in a graph.
+def expression_in(graph: fx.Graph, expression: sympy.Expr, symbols: Mapping[Any, Any]) -> fx.Node:
+    """The node that computes an expression of sizes in a graph, where nodes are made.
 
     Args:
-        origins: of each symbol a node that has it as a size, the dim, and how many times.
+        symbols: the nodes that make them.
     """
     writer = _Writer(graph)
-    numbers = {}
-    for symbol in expression.free_symbols:
-        node, dim, factor = origins[symbol]
-        read = fx.Proxy(node, writer), dim
-        size: Any = writer.create_proxy("call_function", torch.ops.aten.sym_size.int, read, {})
-        numbers[symbol] = size if factor == 1 else size // factor
-    number = sympy_interp(PythonReferenceAnalysis, numbers, expression)
-    return number.node if isinstance(number, fx.Proxy) else number
+    numbers = {symbol: fx.Proxy(node, writer) for symbol, node in symbols.items()}
+    number: Any = sympy_interp(PythonReferenceAnalysis, numbers, expression)
+    node: fx.Node = number.node
+    return node
 
 
 @functools.cache

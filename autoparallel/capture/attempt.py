@@ -297,7 +297,7 @@ class Attempt:
         way = trace_all(trace_with)
         way.program.graph.eliminate_dead_code()
         parameters = way.program.graph_signature.inputs_to_parameters
-        group_selections(way.program.graph, self.may_size)
+        group_selections(way.program, self.may_size)
         whole = Counter[tuple[str, str]]()
         for node in filter(lambda node: goes_by_values(node.target), way.program.graph.nodes):
             said = ON_SELECTED if is_selection(node.target) else ON_ONE_WAY

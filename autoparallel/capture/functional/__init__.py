@@ -8,6 +8,7 @@
 - ``ways``: those that a call may take by a tensor's value, as one program; ``detours``: all of them, where some meet
   before the end; ``way_graphs``: what is read of their graphs; ``returned_numbers``: numbers that both return.
 - ``selections``: what is made of as many rows as values select; ``inner_graphs``: how it, and a way, become one call.
+- ``sizes``: as expressions of those of the inputs, each computed once.
 - ``layers``: those that repeat, traced once.
 - ``devices``: where it was traced, forgotten.
 """

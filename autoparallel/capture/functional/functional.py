@@ -12,10 +12,9 @@ calls alone are traced, all at once.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch.export import ExportedProgram
@@ -34,13 +33,14 @@ from autoparallel.capture.functional.in_place import (
     make_new_values,
     operator_of_write,
 )
+from autoparallel.capture.functional.sizes import Sizes
 from autoparallel.passes.emitter import copier, replace_node
+from autoparallel.rules.shapes import expression
 
 _DROPOUT = torch.ops.aten.dropout.default  # one that draws has become an operator of ours: this gives what it is given
 _OF_VIEWS = frozenset({_DROPOUT, torch.ops.aten.broadcast_tensors.default, torch.ops.aten.repeat_interleave.self_int})
 """What is composed of views and copies, though it does not say so."""
 _EINSUM = torch.ops.aten.einsum.default
-_SIZE = torch.ops.aten.sym_size.int
 _OWN = ("aten", "autoparallel")
 _OF_SIZES = ("_operator", "math", "builtins", "torch")  # modules of plain functions; those of torch.func are elsewhere
 
@@ -160,12 +160,12 @@ def _copy_of_its_own(value: Any) -> Any:
 def _share_sizes(program: ExportedProgram) -> None:
     """Makes each size once, of those of the inputs where they say it: what is asked of a value is one more reader."""
     graph = program.graph
-    sizes = _Sizes(program)
+    sizes = Sizes(program)
     for node in list(graph.nodes):
         value = node.meta.get("val")
         if node.op != "call_function" or isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
             continue
-        size = sizes.shared(value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value), node)
+        size = sizes.shared(expression(value), node)
         if size is not node:
             _replace(node, size)
 
@@ -174,58 +174,3 @@ def _replace(node: fx.Node, size: fx.Node | int) -> None:
     for user in list(node.users):
         user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda n: size if n is node else n)
     node.graph.erase_node(node)
-
-
-class _Sizes:
-    """The sizes of a trace by what they are as expressions."""
-
-    def __init__(self, program: ExportedProgram) -> None:
-        self._graph = program.graph
-        self._nodes: dict[sympy.Expr, fx.Node] = {}
-        self._inputs: dict[sympy.Expr, tuple[fx.Node, int]] = {}
-        inputs = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-        self._last = next(reversed(inputs.values()), None)  # the next is made behind it
-        for spec in program.graph_signature.input_specs:
-            node = inputs.get(spec.arg.name)
-            value = node.meta.get("val") if node is not None and spec.kind == InputKind.USER_INPUT else None
-            if node is not None and isinstance(value, torch.Tensor):
-                for dim, size in enumerate(value.shape):
-                    if isinstance(size, torch.SymInt):
-                        self._inputs.setdefault(size.node.expr, (node, dim))
-
-    def shared(self, expression: sympy.Expr, node: fx.Node) -> fx.Node | int:
-        """A size: a number, the node that makes it first, or products and sums of the sizes of inputs.
-
-        Args:
-            node: what makes it in the trace.
-        """
-        if expression.is_Integer:
-            return int(expression)
-        if expression not in self._nodes and not self._follows(expression):
-            self._nodes[expression] = node
-        return self._of_inputs(expression)
-
-    def _follows(self, expression: sympy.Expr) -> bool:
-        """Whether a size is said by those of the inputs."""
-        if expression in self._inputs or expression.is_Integer:
-            return True
-        return isinstance(expression, sympy.Add | sympy.Mul) and all(map(self._follows, expression.args))
-
-    def _of_inputs(self, expression: sympy.Expr) -> fx.Node | int:
-        if expression.is_Integer:
-            return int(expression)
-        if expression in self._nodes:
-            return self._nodes[expression]
-        target: Callable[..., Any]
-        args: tuple[fx.Node | int, fx.Node | int]
-        if expression in self._inputs:
-            target, args = _SIZE, self._inputs[expression]
-        else:
-            target = operator.add if isinstance(expression, sympy.Add) else operator.mul
-            first, *others = expression.args
-            args = self._of_inputs(first), self._of_inputs(type(expression)(*others))
-        assert self._last is not None
-        with self._graph.inserting_after(self._last):
-            self._nodes[expression] = self._last = size = self._graph.call_function(target, args)
-        size.meta = {"val": target(*fx.map_arg(args, lambda node: node.meta["val"]))}
-        return size

@@ -17,24 +17,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
+from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import free_unbacked_symbols
-from autoparallel._torch.numbers import expression_in, expression_of
 from autoparallel.capture.functional.inner_graphs import inner_graph, insert_call, obstacle_in
+from autoparallel.capture.functional.sizes import Sizes
 from autoparallel.capture.refusals.refusals import KEEP_ALL_ROWS
 from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.layers import draw_of
 from autoparallel.graph.lines import line_of, marks_of
 from autoparallel.operators.control_flow import SELECTION, control_operator, goes_by_values, require_sizes
 from autoparallel.rules.calls import is_tensor, selects_rows, shape_of
+from autoparallel.rules.shapes import expression
 
 
-def group_selections(graph: fx.Graph, by_numbers: bool = False) -> None:
-    """Rewrites the graph of a functional trace in place.
+def group_selections(program: ExportedProgram, by_numbers: bool = False) -> None:
+    """Rewrites a functional trace in place.
 
     Args:
         by_numbers: whether those calls are grouped, too, that are sized by numbers read of tensors.
@@ -42,14 +43,16 @@ def group_selections(graph: fx.Graph, by_numbers: bool = False) -> None:
     Raises:
         CaptureError: where what no graph of a call can do is made of it.
     """
+    graph = program.graph
     symbols = {s for node in graph.nodes if _selects(node) for s in _unknown_sizes(node)}
     if by_numbers:
         sized = [node for node in graph.nodes if node.op == "call_function" and _is_sized_by_values(node)]
         symbols |= {s for node in sized for x in (node, *node.all_input_nodes) for s in _unknown_sizes(x)}
         symbols -= {s for node in graph.find_nodes(op="placeholder") for s in _unknown_sizes(node)}
     if symbols or any(map(selects_rows, graph.nodes)):
+        sizes = Sizes(program)
         for group in _groups(graph, symbols):
-            _replace(group)
+            _replace(group, sizes)
 
 
 def _selects(node: fx.Node) -> bool:
@@ -130,7 +133,7 @@ def _calls_between(nodes: list[fx.Node], group: _Group) -> list[fx.Node]:
     return [node for node in window if node in after and node in before and node not in inside]
 
 
-def _replace(group: _Group) -> None:
+def _replace(group: _Group, sizes: Sizes) -> None:
     """Puts one call in the place of a group's."""
     calls = group.calls
     for node in calls:
@@ -142,8 +145,8 @@ def _replace(group: _Group) -> None:
     last = calls[-1]
     _move_behind(last, calls[0], inside)
     if results:
-        expected = _sizes_before(calls[0], results)
-        read |= dict.fromkeys(size for sizes in expected for size in sizes or () if isinstance(size, fx.Node))
+        expected = [_known_sizes(node, sizes) for node in results]
+        read |= dict.fromkeys(size for shape in expected for size in shape or () if isinstance(size, fx.Node))
         operands = [node for node in last.graph.nodes if node in read]
         first = next(node for node in calls if _is_sized_by_values(node))
         inner = inner_graph(calls, results, operands)
@@ -151,8 +154,8 @@ def _replace(group: _Group) -> None:
         if drawing := next((node for node in inner.graph.nodes if draw_of(node) is not None), None):
             raise _refuse_size("random numbers are drawn for it", drawing)
         target, arguments = control_operator(SELECTION, [inner, tuple(operands)])
-        for result, sizes in zip(results, expected, strict=True):
-            result.meta["val"] = _stand_in_for(result.meta["val"], sizes)
+        for result, shape in zip(results, expected, strict=True):
+            result.meta["val"] = _stand_in_for(result.meta["val"], shape)
         for result, item in zip(results, insert_call(last, target, arguments, results, marks_of(first)), strict=True):
             result.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
     for node in reversed(calls):
@@ -180,22 +183,12 @@ def _require_sizes(inner: fx.GraphModule, expected: list[list[Any] | None], oper
     inner.recompile()
 
 
-def _sizes_before(first: fx.Node, results: list[fx.Node]) -> list[list[Any] | None]:
-    """The sizes of results as they are known before a call: numbers, and nodes that compute them of what the model is
-    given; None for a result that is no tensor, or of unknown sizes."""
-    graph = first.graph
-    origins: dict[sympy.Basic, tuple[fx.Node, int, int]] = {}
-    for node in graph.find_nodes(op="placeholder"):
-        for dim, size in enumerate(shape_of(node) if is_tensor(node) else ()):
-            factor, symbol = expression_of(size).as_coeff_Mul()
-            origins.setdefault(symbol, (node, dim, int(factor)))
-    with graph.inserting_before(first):
-        return [
-            [expression_in(graph, expression_of(size), origins) for size in shape_of(node)]
-            if is_tensor(node) and not free_unbacked_symbols(node.meta["val"])
-            else None
-            for node in results
-        ]
+def _known_sizes(node: fx.Node, sizes: Sizes) -> list[Any] | None:
+    """The sizes of a result: numbers, and nodes that compute them of those of the inputs; None for what is no tensor,
+    or of unknown sizes."""
+    if not is_tensor(node) or free_unbacked_symbols(node.meta["val"]):
+        return None
+    return [sizes.of_inputs(expression(size)) for size in shape_of(node)]
 
 
 def _stand_in_for(value: Any, sizes: list[Any] | None) -> Any:
