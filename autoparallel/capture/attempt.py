@@ -77,6 +77,7 @@ from autoparallel.operators.control_flow import goes_by_values, is_selection
 from autoparallel.operators.opaque import OpaqueCall
 from autoparallel.passes.recompute_layers import checkpointed_layers
 from autoparallel.passes.runner import run_passes
+from autoparallel.rules import rule_for
 from autoparallel.text import LOGGER
 
 AS_COMPILED = (
@@ -299,7 +300,7 @@ class Attempt:
         parameters = way.program.graph_signature.inputs_to_parameters
         group_selections(way.program, self.may_size)
         whole = Counter[tuple[str, str]]()
-        for node in filter(lambda node: goes_by_values(node.target), way.program.graph.nodes):
+        for node in (x for x in way.program.graph.nodes if goes_by_values(x.target) and rule_for(x) is None):
             said = ON_SELECTED if is_selection(node.target) else ON_ONE_WAY
             whole[said, line_of(node)] += sum(x.name in parameters for x in node.all_input_nodes)
         for (said, line), count in whole.items():

@@ -116,25 +116,30 @@ RUNS: dict[str, Callable[..., list[Any]]] = {
 ``capture.functional.ways`` and ``selections``)."""
 
 
-def control_operator(name: str, arguments: Sequence[Any]) -> tuple[Callable[..., tuple[Any, ...]], list[Any]]:
+def control_operator(name: str, arguments: Sequence[Any], alone: bool = False) -> tuple[Callable[..., Any], list[Any]]:
     """The operator that makes one such call, which prints under its name, and the arguments it is called with:
-    all but the graphs."""
+    all but the graphs.
+
+    Args:
+        alone: whether its only result is what it gives, and not the one item of a tuple.
+    """
     graphs = [x for x in arguments if isinstance(x, fx.GraphModule)]
     places = [isinstance(x, fx.GraphModule) for x in arguments]
-    return _operator(name, places, graphs), [x for x, graph in zip(arguments, places, strict=True) if not graph]
+    return _operator(name, places, alone, graphs), [x for x, graph in zip(arguments, places, strict=True) if not graph]
 
 
-def _operator(name: str, places: Sequence[bool], graphs: Sequence[fx.GraphModule]) -> Callable[..., tuple[Any, ...]]:
+def _operator(name: str, places: Sequence[bool], alone: bool, graphs: Sequence[fx.GraphModule]) -> Callable[..., Any]:
     """The operator whose arguments at some places are graphs."""
 
-    def call(*rest: Any) -> tuple[Any, ...]:
+    def call(*rest: Any) -> Any:
         inner, outer = iter(graphs), iter(rest)
-        return tuple(RUNS[name](*(next(inner) if graph else next(outer) for graph in places)))
+        results = tuple(RUNS[name](*(next(inner) if graph else next(outer) for graph in places)))
+        return results[0] if alone else results
 
     call.__name__ = call.__qualname__ = name
     call.__module__ = __name__
     call.graphs = graphs  # type: ignore[attr-defined]
-    call.of_graphs = functools.partial(_operator, name, places)  # type: ignore[attr-defined]
+    call.of_graphs = functools.partial(_operator, name, places, alone)  # type: ignore[attr-defined]
     return call
 
 

@@ -66,10 +66,10 @@ def selects_rows(node: fx.Node) -> bool:
         position, name, unset = _SIZED_BY[node.target]
         return (node.args[position] if len(node.args) > position else node.kwargs.get(name, unset)) == unset
     operands = tensor_operands(node)
-    return node.target is not aten.index.Tensor or any(x.meta["val"].dtype in _MASKS for x in operands[1:])
+    return node.target is not aten.index.Tensor or any(x.meta["val"].dtype in MASKS for x in operands[1:])
 
 
-_MASKS = (torch.bool, torch.uint8)
+MASKS = (torch.bool, torch.uint8)
 _SIZED_BY = {aten.one_hot.default: (1, "num_classes", -1), aten.repeat_interleave.Tensor: (1, "output_size", None)}
 
 

@@ -10,10 +10,12 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from autoparallel.operators.control_flow import goes_by_values
 from autoparallel.operators.opaque import function_class
 from autoparallel.rules.calls import is_tensor, may_have_gradient, tensor_operands
 from autoparallel.rules.core import Rule, RuleError, RuleMaker, make_rule, parse_factors
 from autoparallel.rules.pointwise import is_pointwise, pointwise
+from autoparallel.rules.selections import selection
 from autoparallel.rules.table import RULES
 
 
@@ -50,7 +52,13 @@ def operator_name(target: Any) -> str:
     return f"{module}.{getattr(target, '__name__', str(target))}"
 
 
+def _selection(node: fx.Node) -> Rule | None:
+    return selection(node, rule_for)
+
+
 def _maker_of(target: Any) -> RuleMaker | None:
+    if goes_by_values(target):
+        return _selection
     if isinstance(target, torch._ops.OpOverload):
         name = target._schema.name
         registered = USER_RULES.get(f"{name}.{target._overloadname}") or USER_RULES.get(name)

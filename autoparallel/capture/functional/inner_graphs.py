@@ -61,7 +61,7 @@ def insert_call(
     results: Sequence[fx.Node],
     marks: Mapping[str, Any],
 ) -> list[fx.Node]:
-    """Inserts a call that makes several results, and what takes each of them from it.
+    """Inserts a call that makes one result, or several and what takes each of them from it.
 
     Args:
         behind: what comes before it.
@@ -71,6 +71,9 @@ def insert_call(
     graph = behind.graph
     with graph.inserting_after(behind):
         call = last = graph.call_function(target, tuple(arguments))
+    if len(results) == 1:
+        call.meta = {**marks, "val": results[0].meta["val"]}
+        return [call]
     call.meta = {**marks, "val": tuple(x.meta["val"] for x in results)}
     items = []
     for i, result in enumerate(results):

@@ -33,6 +33,15 @@ from autoparallel.operators.control_flow import SELECTION, control_operator, goe
 from autoparallel.rules.calls import is_tensor, selects_rows, shape_of
 from autoparallel.rules.shapes import expression
 
+aten = torch.ops.aten
+
+_SIZED_AS_FIRST = (
+    aten.index_put.default, aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar,
+    aten.scatter_add.default, aten.scatter.src, aten.scatter.value, aten.scatter_reduce.two,
+    aten.masked_scatter.default,
+)  # fmt: skip
+"""What rows are put into, which has the sizes that it had before."""
+
 
 def group_selections(program: ExportedProgram, by_numbers: bool = False) -> None:
     """Rewrites a functional trace in place.
@@ -150,10 +159,11 @@ def _replace(group: _Group, sizes: Sizes) -> None:
         operands = [node for node in last.graph.nodes if node in read]
         first = next(node for node in calls if _is_sized_by_values(node))
         inner = inner_graph(calls, results, operands)
-        _require_sizes(inner, expected, operands, line_of(first))
+        open_sizes = [None if node.target in _SIZED_AS_FIRST else s for node, s in zip(results, expected, strict=True)]
+        _require_sizes(inner, open_sizes, operands, line_of(first))
         if drawing := next((node for node in inner.graph.nodes if draw_of(node) is not None), None):
             raise _refuse_size("random numbers are drawn for it", drawing)
-        target, arguments = control_operator(SELECTION, [inner, tuple(operands)])
+        target, arguments = control_operator(SELECTION, [inner, tuple(operands)], len(results) == 1)
         for result, shape in zip(results, expected, strict=True):
             result.meta["val"] = _stand_in_for(result.meta["val"], shape)
         for result, item in zip(results, insert_call(last, target, arguments, results, marks_of(first)), strict=True):
