@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoparallel.operators import DRAWS
 from autoparallel.placements import Partial, Shard
 from autoparallel.placements.modes import Mode
 from autoparallel.rules.calls import CASTS, MASKS, arguments, dims_of, is_tensor, shape_of, tensor_operands
@@ -146,6 +147,9 @@ def _follow(flat: FlatCall, rule_of: RuleOf, mask: fx.Node, dim: int) -> tuple[d
     if not (end == _SUM or isinstance(end, _Cut) and not end.rows and end.places is None):
         raise MixedRows
     dims = {flat.operands[x]: value.dim for x, value in decided.items() if isinstance(value, _Cut)}
+    cut = [*dims.items(), *([(flat.result, end.dim)] if isinstance(end, _Cut) else [])]
+    if len({expression(shape_of(x)[dim]) for x, dim in cut}) > 1:
+        raise MixedRows  # one factor is of one size
     return dims, end.dim if isinstance(end, _Cut) else None
 
 
@@ -203,7 +207,8 @@ class _Follower:
                 self.require(x, _WHOLE if dim is None else _Cut(dim))
 
     def _rule(self, node: fx.Node) -> Rule:
-        rule = self.rule_of(node) if is_tensor(node) and node.target not in _NEED_ROWS else None
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or node.target in DRAWS
+        rule = self.rule_of(node) if is_tensor(node) and node.target not in _NEED_ROWS and not is_random else None
         if rule is None:
             raise MixedRows
         return rule
@@ -213,7 +218,7 @@ class _Follower:
         if all(x in (_WHOLE, _UNDECIDED) for x in read):
             return _UNDECIDED if _UNDECIDED in read else _WHOLE
         if _SUM in read:
-            if node.target in CASTS:
+            if node.target in CASTS and len({x.meta["val"].dtype for x in (node, *tensor_operands(node))}) == 1:
                 return _SUM
             raise MixedRows
         if any(isinstance(x, _Cut) and x.column is not None for x in read) and node.target not in _OF_COLUMNS:
