@@ -50,12 +50,14 @@ class FlatCall:
         """The result of a call that runs graphs.
 
         Raises:
-            MixedRows: where a call in them has several results.
+            MixedRows: where a call in them has several results, or they have tensors of their own.
         """
         *predicate, operands = args
         results = []
         for module in inner_graphs(target):
             values = dict(zip(module.graph.find_nodes(op="placeholder"), operands, strict=True))
+            if module.graph.find_nodes(op="get_attr"):
+                raise MixedRows
             for node in (node for node in module.graph.nodes if node.op == "call_function"):
                 if not goes_by_values(node.target):
                     values[node] = copy = self.graph.node_copy(node, values.__getitem__)
