@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.operators.control_flow import goes_by_values, inner_graphs
+from autoparallel.operators.control_flow import goes_by_values, inner_graphs, take_apart
 from autoparallel.rules.calls import MASKS, is_tensor
 
 aten = torch.ops.aten
@@ -89,13 +89,8 @@ class FlatCall:
         is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if not depth or is_random or not isinstance(node.target, torch._ops.OpOverload):
             return node
-        reads: list[Hashable] = []
-
-        def note(x: fx.Node) -> str:
-            reads.append(self.key(x, depth - 1))
-            return "_"
-
-        return node.target, repr(fx.map_arg((node.args, node.kwargs), note)), *reads
+        arguments, reads = take_apart(node.args, node.kwargs)
+        return node.target, arguments, *(self.key(x, depth - 1) for x in reads)
 
 
 def _with_some_sizes(value: Any) -> Any:

@@ -24,8 +24,8 @@ from torch import fx
 from autoparallel.operators import DRAWS
 from autoparallel.placements import Partial, Shard
 from autoparallel.placements.modes import Mode
-from autoparallel.rules.calls import CASTS, MASKS, arguments, dims_of, is_tensor, shape_of, tensor_operands
-from autoparallel.rules.core import Rule, dimwise
+from autoparallel.rules.calls import CASTS, MASKS, arguments, dims_of, shape_of, tensor_operands
+from autoparallel.rules.core import Rule, dim_names, dimwise
 from autoparallel.rules.flat_calls import FlatCall, MixedRows, either
 from autoparallel.rules.localize import LocalCall
 from autoparallel.rules.shapes import expression
@@ -64,8 +64,9 @@ def selection(node: fx.Node, rule_of: RuleOf) -> Rule | None:
     except MixedRows:
         return None
     operands = tensor_operands(node)
-    names = [[f"x{i}_{dim}" for dim in range(len(shape_of(x)))] for i, x in enumerate(operands)]
-    result = [f"xo{dim}" for dim in range(len(shape_of(node)))]
+    *names, result = (
+        dim_names(len(shape_of(x)), range(len(shape_of(x))), f"x{i}_") for i, x in enumerate([*operands, node])
+    )
     for i, (dims, end) in enumerate(cuts):
         for x, of_operand in zip(operands, names, strict=True):
             if x in dims:
@@ -201,14 +202,17 @@ class _Follower:
             self.require(node.args[0], value)
         else:
             rule = self._rule(node)
-            factor = _factor(rule, rule.result, value.dim)
-            for x, factors in zip(tensor_operands(node), rule.operands, strict=True):
-                dim = rule.dim_of(factors, factor)
-                self.require(x, _WHOLE if dim is None else _Cut(dim))
+            self._require_factor(node, rule, _factor(rule, rule.result, value.dim))
+
+    def _require_factor(self, node: fx.Node, rule: Rule, factor: str, rows: Hashable = "") -> None:
+        """Has the operands of a call be cut where they bear a factor, and whole where they do not."""
+        for x, factors in zip(tensor_operands(node), rule.operands, strict=True):
+            dim = rule.dim_of(factors, factor)
+            self.require(x, _WHOLE if dim is None else _Cut(dim, rows))
 
     def _rule(self, node: fx.Node) -> Rule:
         is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or node.target in DRAWS
-        rule = self.rule_of(node) if is_tensor(node) and node.target not in _NEED_ROWS and not is_random else None
+        rule = None if is_random or node.target in _NEED_ROWS else self.rule_of(node)
         if rule is None:
             raise MixedRows
         return rule
@@ -334,10 +338,10 @@ class _Follower:
         places = [(dim, cut) for dim, cut in cuts.items() if cut.places is not None]
         if not places:
             return None
-        ((dim, by),) = places[:1]
-        at = by.dim - len(shape_of(indices[dim]))
-        if len(places) > 1 or by.column is not None:
+        if len(places) > 1:
             raise MixedRows
+        ((dim, by),) = places
+        at = by.dim - len(shape_of(indices[dim]))
         for i, x in enumerate(indices):
             if x is not None and i != dim:
                 self._require_rows(x, at, by)
@@ -376,7 +380,7 @@ class _Follower:
         if by is None or by.places is None:
             return self._by_rule(node)
         dim = v["dim"] % len(shape_of(x))
-        if by.column is not None or by.dim != (dim if len(shape_of(index)) > 1 else 0):
+        if by.dim != (dim if len(shape_of(index)) > 1 else 0):
             raise MixedRows
         self._require_places(x, dim, by)
         if node.target in _ALONG:
@@ -395,9 +399,7 @@ class _Follower:
             raise MixedRows
         at, cut = cuts[0]
         factor = _factor(rule, rule.operands[at], cut.dim)
-        for x, factors in zip(operands, rule.operands, strict=True):
-            dim = rule.dim_of(factors, factor)
-            self.require(x, _WHOLE if dim is None else _Cut(dim, cut.rows))
+        self._require_factor(node, rule, factor, cut.rows)
         end = rule.dim_of(rule.result, factor)
         self._require_local(node, rule, factor, end)
         if any(other.places is not None for _, other in cuts) and node.target not in _MOVES:
