@@ -331,8 +331,8 @@ def test_a_model_that_fails_by_itself_is_told_so() -> None:
 def _do(process: Process, task: str) -> Any:
     if task == "raise" and process.rank == 1:
         raise ValueError("boom")
-    if task == "die" and process.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if task.startswith("SIG") and process.rank == 1:
+        os.kill(os.getpid(), getattr(signal, task))
     if task == "hang" and process.rank == 1:
         time.sleep(600)
     total = torch.ones(2)
@@ -354,11 +354,13 @@ def test_the_process_that_raises_is_blamed() -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs signals")
-def test_a_process_that_dies_is_noticed() -> None:
+@pytest.mark.parametrize("death", ["SIGKILL", "SIGSEGV"])
+def test_a_process_that_dies_is_noticed(death: str) -> None:
     started = time.monotonic()
-    with pytest.raises(ProcessError, match=r"rank 1 failed: Died: .*SIGKILL"):
-        run_processes(PAIR, _do, "die", timeout=200)
+    with pytest.raises(ProcessError, match=f"rank 1 failed: Died: .*{death}") as caught:
+        run_processes(PAIR, _do, death, timeout=200)
     assert time.monotonic() - started < 150
+    assert ("in _do" in str(caught.value)) == (death == "SIGSEGV"), "a fault leaves the place where it happened"
 
 
 @pytest.mark.wide

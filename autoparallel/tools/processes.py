@@ -83,7 +83,7 @@ class Failure:
         label: which process.
         type: the exception's class, or "Died" and "TimedOut" for a process that reported nothing.
         message: the exception's text.
-        traceback: the traceback, or the stack of a process that hangs.
+        traceback: the traceback, or the stack of a process that hangs or was ended by a fault of its own.
     """
 
     label: str
@@ -340,7 +340,7 @@ class Pool:
 
     def _stack_of(self, number: int) -> str:
         """Where a silent process is stuck, as faulthandler prints it."""
-        path = self._directory / f"stack{number}"
+        path = _stack_file(self._directory, number)
         if not hasattr(signal, "SIGUSR1"):
             return ""
         with contextlib.suppress(OSError):
@@ -357,7 +357,14 @@ class Pool:
         process.join(GRACE)
         code = process.exitcode
         cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-        return Failure(self._places[number].label, "Died", f"the process ended without a report ({cause})", "")
+        # A segmentation fault leaves the stack at which it happened there.
+        path = _stack_file(self._directory, number)
+        stack = path.read_text() if path.exists() else ""
+        return Failure(self._places[number].label, "Died", f"the process ended without a report ({cause})", stack)
+
+
+def _stack_file(directory: Path, number: int) -> Path:
+    return directory / f"stack{number}"
 
 
 def _start(start: str | Start, number: int, arguments: tuple[Any, ...]) -> Any:
@@ -390,7 +397,8 @@ def _serve(
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    stack = open(directory / f"stack{number}", "w")  # noqa: SIM115 - open for life
+    stack = open(_stack_file(directory, number), "w")  # noqa: SIM115 - open for life
+    faulthandler.enable(stack)
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, file=stack)
     _groups = _leave_groups()
