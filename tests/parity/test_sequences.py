@@ -18,7 +18,7 @@ from autoparallel.planner.draft import call_of
 from autoparallel.planner.request.request import Request
 from tests.captures import draft
 from tests.models.gpt import GPT, GPTConfig
-from tests.runtime.support import make, off, run_on_ranks
+from tests.runtime.support import gradients_off, make, off, run_on_ranks
 
 TOKENS = torch.arange(4 * 16).view(4, 16) * 7 % 64
 
@@ -51,6 +51,45 @@ def test_a_sharded_sequence_computes_the_same() -> None:
     for results in run_on_ranks(_parity, world_size=2):
         assert results["off"] < 1e-9
         assert results["linears"] == {"shard:...1"}, "the sequence was not sharded"
+
+
+class Mixer(nn.Module):
+    """Parameters lie along the sequence: positions are learned, and a layer mixes them (Tolstikhin et al. 2021)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+        self.positions = nn.Parameter(torch.randn(16, 8))
+        self.mix = nn.Sequential(nn.Linear(16, 12), nn.GELU(), nn.Linear(12, 16))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.positions
+        return self.head(x + self.mix(x.transpose(1, 2)).transpose(1, 2))
+
+
+def _mix() -> dict[str, Any]:
+    plain = make(Mixer)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=_loss, plan="context_parallel")
+    optimizers = [torch.optim.AdamW(x.parameters(), 1e-2) for x in (plain, model)]
+    differences = []
+    for step in range(3):
+        target = TOKENS.roll(step, 1)
+        loss, expected = model(TOKENS, target), _loss(plain(TOKENS), target)
+        loss.backward(), expected.backward()
+        differences += [off(loss, expected), gradients_off(model, plain)]
+        for optimizer in optimizers:
+            optimizer.step(), optimizer.zero_grad()
+    assert model.plan is not None
+    return {"off": max(differences), "runs": {key: modes[-1] for key, modes in model.plan.operators.items()}}
+
+
+def test_parameters_along_the_sequence_are_read_in_parts() -> None:
+    for results in run_on_ranks(_mix, world_size=2):
+        assert results["off"] < 1e-9
+        runs = results["runs"]
+        assert {runs["/aten.add.Tensor#0"], runs["head/aten.linear#0"]} == {"shard:...1"}
+        assert runs["mix.0/aten.linear#0"] == "shard:k", "the layer that mixes positions ran on all of them"
 
 
 def _draft(length: int, plan: str, profile: Profile, width: int = 32, axis: str = "sp", rows: int = 1) -> Plan:

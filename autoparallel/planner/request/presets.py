@@ -42,7 +42,7 @@ class Constraints:
         sharded_at_rest: data axes over which parameters are sharded between uses, and gathered for each.
         tensor: axes over which the batch is whole, and parameters of two dims or more are sharded, also in use.
         sequence: axes over which the sequence is sharded wherever an operator can run on parts of it, and parameters
-            are whole while they are used (see ``planner.space.sequences``).
+            are whole while they are used but for those that lie along it (see ``planner.space.sequences``).
         expert: data axes over which stacks of experts are sharded, at rest and in use (see ``planner.space.experts``).
         needs_experts: whether a model without experts is an error.
     """

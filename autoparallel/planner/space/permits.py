@@ -8,7 +8,7 @@ import numpy as np
 from torch import fx
 
 from autoparallel import operators
-from autoparallel.placements import Invariant, Layout, Shard
+from autoparallel.placements import Invariant, Layout, Placement, Shard
 from autoparallel.placements.modes import REPLICATE_MODE
 from autoparallel.planner.calls.options import Option, outer_factors
 from autoparallel.planner.request.pins import ResolvedPins
@@ -113,6 +113,7 @@ class Permits:
         if any(not user.meta["differentiable"] for user in node.users if user.op == "call_function"):
             whole.add("I")  # what reads it without a gradient has no summands to keep apart
         whole_in_use = self.constraints.data | self.constraints.sequence
+        along = self._along_sequence(node)
         alone = {axis for axis in whole_in_use if self._is_read_whole(options_of, node, axis)}
         stacked = self.experts.parameters.get(node)
         pinned = self.captured.parameters[node.name] in self.pinned
@@ -122,6 +123,8 @@ class Permits:
             for axis in whole_in_use:
                 if stacked is not None and axis in self.constraints.expert:
                     wrong = column[axis] != Shard(stacked)
+                elif axis in self.constraints.sequence and column[axis] in along:
+                    wrong = False
                 else:
                     wrong = column[axis].kind not in (whole | {"I"} if axis in alone else whole)
                 if wrong:
@@ -135,6 +138,18 @@ class Permits:
                     if axis in sharded and free.kind != "S":
                         out[i, j] = np.inf
         return out
+
+    def _along_sequence(self, node: fx.Node) -> set[Placement]:
+        """How operators that run over the sequence read a parameter: a part of learned positions ``[sequence,
+        features]`` that are added to tokens, and of a layer's weight that mixes these."""
+        return {
+            p
+            for user in node.users
+            for way in (call_modes(user) if user in self.sequence and is_tensor(user) else ())
+            if way.mode.factor in self.sequence[user]
+            for x, p in zip(tensor_operands(user), way.operands, strict=True)
+            if x is node
+        }
 
     def _is_read_whole(self, options_of: OptionsOf, node: fx.Node, axis: int) -> bool:
         """Whether some consumer can read a parameter Invariant only, such as a ``Function`` with its own backward."""
