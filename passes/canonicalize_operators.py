@@ -329,6 +329,12 @@ def _split(emit: Emitter, node: fx.Node) -> Any:
     return lambda i: emit(aten.slice.Tensor, x, dim, starts[i], starts[i] + sizes[i])
 
 
+CLASS_LOSSES: dict[Any, Rewrite] = {
+    aten.cross_entropy_loss.default: _cross_entropy,
+    aten.nll_loss_nd.default: _nll_loss,
+}
+"""Losses of classes whose mean is a quotient: the sum, and the weight of the targets that are valid."""
+
 _REWRITES: dict[Any, Rewrite] = {
     **MEMORY_REWRITES,
     **LAYER_REWRITES,
@@ -344,7 +350,7 @@ _REWRITES: dict[Any, Rewrite] = {
     aten._native_batch_norm_legit.no_stats: _batch_norm_without_statistics,
     aten._native_batch_norm_legit_functional.default: _functional_batch_norm,
     aten._native_batch_norm_legit_no_training.default: _frozen_batch_norm,
-    aten.cross_entropy_loss.default: _cross_entropy,
+    **CLASS_LOSSES,
     # Dropout that drops nothing; what drops something was replaced before.
     aten.native_dropout.default: lambda emit, node: lambda i: node.args[0],
     aten.embedding.default: _sparse_embedding,
@@ -352,7 +358,6 @@ _REWRITES: dict[Any, Rewrite] = {
     aten.empty_like.default: lambda emit, node: emit(
         aten.zeros_like.default, node.args[0], dtype=node.meta["val"].dtype
     ),
-    aten.nll_loss_nd.default: _nll_loss,
     aten.repeat.default: _repeat,
     aten.slice.Tensor: _full_slice,
     traced_dropout: lambda emit, node: emit(operators.dropout, *node.args),

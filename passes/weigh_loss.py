@@ -172,7 +172,9 @@ def _of_quotients(graph: fx.Graph, nodes: list[fx.Node], counted: bool, alone: b
     if _is_from_call(divisor) and not counted:
         return LossWeight("sum")  # an input divides the sum: the caller's own count, the same for all microbatches
     count, least = _strip_clamp(divisor)  # zero is all of it that a clamp keeps from a division
-    by_zero = count is None and alone and not all(map(_vanishes, totals))
+    by_zero = (
+        count is None and alone and not all(x.target is operators.weighted_mean or vanishes(x.args[0]) for x in nodes)
+    )
     for node in nodes:
         node.update_arg(1, divisor)
         if count is None:
@@ -188,7 +190,7 @@ def _of_quotients(graph: fx.Graph, nodes: list[fx.Node], counted: bool, alone: b
     return LossWeight("mean", output=len(results), least=1.0 if by_zero else least, by_zero=by_zero)
 
 
-def _vanishes(total: Any) -> bool:
+def vanishes(total: Any) -> bool:
     """Whether a sum, and its gradient, is 0 where it weighs 0: a cross-entropy is, but for one that smooths labels over
     classes with weights."""
     end = chain_of(total)[-1]

@@ -41,8 +41,7 @@ class FakeInputs:
         constants: those that no graph is given (a dtype, a device, a member of an enum), by the places of leaves.
         requiring: the places of the leaves that forward is known to have require gradients.
         twins: the places of the leaves that are the same tensor as an earlier one, with its place.
-        alike: the sets of open dims that have the same size, as places of a leaf and a dim; empty where no other dim
-            than the batch's is open.
+        alike: the sets of open dims that have the same size, as places of a leaf and a dim.
     """
 
     def __init__(
@@ -94,4 +93,4 @@ def _alike(specs: Sequence[InputSpec | Any]) -> list[list[tuple[int, int]]]:
                 sets.setdefault(("length", number), []).append((i, dim))
             if spec.batch:
                 sets.setdefault(("batch", spec.batch), []).append((i, 0))
-    return list(sets.values()) if any(kind == "length" for kind, _ in sets) else []
+    return list(sets.values())

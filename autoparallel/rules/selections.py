@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from autoparallel.operators import DRAWS
+from autoparallel.operators.control_flow import require_sizes
 from autoparallel.placements import Partial, Shard
 from autoparallel.placements.modes import Mode
 from autoparallel.rules.calls import CASTS, MASKS, arguments, dims_of, shape_of, tensor_operands
@@ -222,16 +223,24 @@ class _Follower:
         if all(x in (_WHOLE, _UNDECIDED) for x in read):
             return _UNDECIDED if _UNDECIDED in read else _WHOLE
         if _SUM in read:
-            if node.target in CASTS and len({x.meta["val"].dtype for x in (node, *tensor_operands(node))}) == 1:
-                return _SUM
-            raise MixedRows
+            return self._follow_sum(node, read)
         if any(isinstance(x, _Cut) and x.column is not None for x in read) and node.target not in _OF_COLUMNS:
             raise MixedRows
         if (follow := _FOLLOW.get(node.target)) is not None:
             return follow(self, node)
         if node.target in (*_ALONG, *_INTO_ALONG):
             return self._follow_places(node)
-        return self._follow_creation(node) if node.target in _CREATORS else self._by_rule(node)
+        is_for_rows = node.target is aten.expand.default and self._cut(node.args[0]) is None
+        return self._follow_creation(node) if is_for_rows or node.target in _CREATORS else self._by_rule(node)
+
+    def _follow_sum(self, node: fx.Node, read: list[_Value]) -> _Value:
+        """What only hands sums over rows on: they are added up over ranks behind it."""
+        is_cast = node.target in CASTS and len({x.meta["val"].dtype for x in (node, *tensor_operands(node))}) == 1
+        is_packed = node.target is aten.stack.default and all(x == _SUM for x in read)
+        is_of_sizes = node.target is require_sizes and read[1:] == [_WHOLE] * len(read[1:])
+        if is_cast or is_packed or is_of_sizes:
+            return _SUM
+        raise MixedRows
 
     def _cut(self, node: Any) -> _Cut | None:
         """How a tensor is cut; None for one that is not."""
@@ -259,7 +268,9 @@ class _Follower:
         return counts[0]
 
     def _follow_creation(self, node: fx.Node) -> _Value:
-        """What is created for some rows."""
+        """What is created for some rows, or is the same for each of them."""
+        if node.target is aten.expand.default:
+            self.require(node.args[0], _WHOLE)
         sizes = arguments(node)["size"]
         counts = {dim: self.values[x] for dim, x in enumerate(sizes) if isinstance(x, fx.Node)}
         cut = [(dim, count.rows) for dim, count in counts.items() if isinstance(count, _Count)]

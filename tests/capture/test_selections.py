@@ -34,8 +34,9 @@ def selections(of: Captured) -> list[fx.Node]:
     return [node for node in of.graph.nodes if is_selection(node.target)]
 
 
-def calls(graph: fx.Graph) -> list[str]:
-    names = (getattr(n.target, "__name__", "").removesuffix(".default") for n in graph.nodes if n.op == "call_function")
+def calls(graph: fx.Graph, behind: fx.Node | None = None) -> list[str]:
+    nodes = (n for n in graph.nodes if n.op == "call_function" and (behind is None or n > behind))
+    names = (getattr(n.target, "__name__", "").removesuffix(".default") for n in nodes)
     return [name for name in names if name not in ("getitem", "ge", "sym_size.int", "_assert_scalar")]
 
 
@@ -92,6 +93,39 @@ def test_what_reads_a_selection_early_comes_after_it() -> None:
     (selection,) = selections(graph)
     assert all(names.index(operand.name) < names.index(selection.name) for operand in selection.all_input_nodes)
     graph.graph.lint()
+
+
+def _losses(h: Tensor) -> Tensor:
+    mask = h[:, 0] > 0
+    return F.cross_entropy(h[mask], h[mask].argmin(1), ignore_index=2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "inside", "behind"),
+    [
+        (_losses, ["index.Tensor", "index.Tensor", "argmin", "cross_entropy_sum", "cross_entropy_weight", "stack"],
+         ["select.int", "select.int", "detach", "weighted_mean"]),
+        (lambda h: h[h > 0].exp().mean(), ["index.Tensor", "exp", "sum.dim_IntList"], ["weighted_mean"]),
+        (lambda h: h[h[:, 0] > 0].mean(0).square(), ["index.Tensor", "sum.dim_IntList", "require_sizes"],
+         ["div.Tensor", "square"]),
+        (lambda h: h[h > 0].sum() / len(h[h > 0]), ["index.Tensor", "sum"], ["gt.Scalar", "mean_or_sum"]),
+        (lambda h: F.l1_loss(h[h > 0], h.exp()[h > 0]), ["index.Tensor", "index.Tensor", "l1_loss", "sum.dim_IntList"],
+         ["weighted_mean"]),
+        (lambda h: torch.stack([rows := h[h > 0], rows - rows.mean()]).abs().sum(),
+         ["index.Tensor", "sum.dim_IntList", "weighted_mean", "sub.Tensor", "stack", "abs", "sum"], []),
+    ],
+    ids=["classes", "mean", "over rows", "by their number", "of each", "from their mean"],
+)  # fmt: skip
+def test_means_of_selected_rows_are_quotients(loss: Any, inside: list[str], behind: list[str]) -> None:
+    class Loss(Selects):
+        def select(self, h: Tensor) -> Any:
+            return loss(h)
+
+    graph = captured(Loss(), torch.randn(8, 8))
+    (selection,) = selections(graph)
+    (inner,) = inner_graphs(selection.target)
+    assert calls(inner.graph) == inside
+    assert [name for name in calls(graph.graph, selection) if name != "sum"] == behind
 
 
 def test_parameters_that_selected_rows_read_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -109,8 +109,13 @@ def running_sum(h: Tensor, out: Tensor, weight: Tensor, experts: Tensor, mask: T
     return out.index_put((mask,), h[mask].cumsum(0))
 
 
-def their_mean(h: Tensor, out: Tensor, weight: Tensor, experts: Tensor, mask: Tensor) -> Tensor:
-    return h[mask].mean(0)
+def from_their_mean(h: Tensor, out: Tensor, weight: Tensor, experts: Tensor, mask: Tensor) -> Tensor:
+    rows = h[mask]
+    return out.index_put((mask,), rows - rows.mean(0))
+
+
+def largest(h: Tensor, out: Tensor, weight: Tensor, experts: Tensor, mask: Tensor) -> Tensor:
+    return h[mask].amax(0)
 
 
 def over_rows(h: Tensor, out: Tensor, weight: Tensor, experts: Tensor, mask: Tensor) -> Tensor:
@@ -148,8 +153,8 @@ def with_others(h: Tensor, out: Tensor, weight: Tensor, experts: Tensor, mask: T
 
 
 MIXED = [
-    running_sum, their_mean, over_rows, backwards, by_their_number, numbered, each_with_each, looked_up_elsewhere,
-    with_others,
+    running_sum, from_their_mean, largest, over_rows, backwards, by_their_number, numbered, each_with_each,
+    looked_up_elsewhere, with_others,
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ After, the three calls inside of the operator:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +24,14 @@ from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import free_unbacked_symbols
 from autoparallel.capture.functional.inner_graphs import inner_graph, insert_call, obstacle_in
+from autoparallel.capture.functional.selected_means import divide_means
 from autoparallel.capture.functional.sizes import Sizes
 from autoparallel.capture.refusals.refusals import KEEP_ALL_ROWS
 from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.layers import draw_of
 from autoparallel.graph.lines import line_of, marks_of
 from autoparallel.operators.control_flow import SELECTION, control_operator, goes_by_values, require_sizes
+from autoparallel.passes.mark_gradients import flows, mark_differentiable
 from autoparallel.rules.calls import is_tensor, selects_rows, shape_of
 from autoparallel.rules.shapes import expression
 
@@ -59,6 +61,9 @@ def group_selections(program: ExportedProgram, by_numbers: bool = False) -> None
         symbols |= {s for node in sized for x in (node, *node.all_input_nodes) for s in _unknown_sizes(x)}
         symbols -= {s for node in graph.find_nodes(op="placeholder") for s in _unknown_sizes(node)}
     if symbols or any(map(selects_rows, graph.nodes)):
+        divide_means(graph, _unknown_sizes)
+        inputs = graph.find_nodes(op="placeholder")
+        mark_differentiable(graph, {x.name for x in inputs if getattr(x.meta.get("val"), "requires_grad", False)})
         sizes = Sizes(program)
         for group in _groups(graph, symbols):
             _replace(group, sizes)
@@ -161,15 +166,65 @@ def _replace(group: _Group, sizes: Sizes) -> None:
         inner = inner_graph(calls, results, operands)
         open_sizes = [None if node.target in _SIZED_AS_FIRST else s for node, s in zip(results, expected, strict=True)]
         _require_sizes(inner, open_sizes, operands, line_of(first))
+        is_packed = len(results) > 1 and _are_numbers(results)
+        if is_packed:
+            _pack(inner)
         if drawing := next((node for node in inner.graph.nodes if draw_of(node) is not None), None):
             raise _refuse_size("random numbers are drawn for it", drawing)
-        target, arguments = control_operator(SELECTION, [inner, tuple(operands)], len(results) == 1)
+        target, arguments = control_operator(SELECTION, [inner, tuple(operands)], len(results) == 1 or is_packed)
         for result, shape in zip(results, expected, strict=True):
             result.meta["val"] = _stand_in_for(result.meta["val"], shape)
-        for result, item in zip(results, insert_call(last, target, arguments, results, marks_of(first)), strict=True):
+        insert = _insert_pack if is_packed else insert_call
+        for result, item in zip(results, insert(last, target, arguments, results, marks_of(first)), strict=True):
             result.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
     for node in reversed(calls):
         node.graph.erase_node(node)
+
+
+def _are_numbers(results: list[fx.Node]) -> bool:
+    """Whether results, as sums over rows are, are tensors without dims of one dtype."""
+    values = [node.meta["val"] for node in results if is_tensor(node)]
+    dtypes = {value.dtype for value in values if not value.ndim}
+    return len(values) == len(results) and len(dtypes) == 1 and all(x.is_floating_point or x.is_complex for x in dtypes)
+
+
+def _pack(inner: fx.GraphModule) -> None:
+    """Has a graph give its results as one tensor: rules speak of operators with one."""
+    output = inner.graph.output_node()
+    results: Any = output.args[0]
+    with inner.graph.inserting_before(output):
+        stacked = inner.graph.call_function(aten.stack.default, ([*results],))
+    stacked.meta = {"val": _value_of_pack(results)}
+    output.args = ((stacked,),)
+    inner.recompile()
+
+
+def _value_of_pack(results: Sequence[fx.Node]) -> torch.Tensor:
+    value: torch.Tensor = results[0].meta["val"].new_empty([len(results)])
+    return value
+
+
+def _insert_pack(
+    behind: fx.Node,
+    target: Callable[..., Any],
+    arguments: Sequence[Any],
+    results: Sequence[fx.Node],
+    marks: Mapping[str, Any],
+) -> list[fx.Node]:
+    """Inserts a call that gives its results as one tensor, and what takes each of them from it: without a gradient
+    where it has none by itself."""
+    graph = behind.graph
+    with graph.inserting_after(behind):
+        last = call = graph.call_function(target, tuple(arguments))
+    call.meta = {**marks, "val": _value_of_pack(results)}
+    items = []
+    for i, result in enumerate(results):
+        for read, more in ((aten.select.int, (0, i)), *([] if flows(result) else [(aten.detach.default, ())])):
+            with graph.inserting_after(last):
+                last = graph.call_function(read, (last if read is aten.detach.default else call, *more))
+            last.meta = {**marks, "val": result.meta["val"]}
+        items.append(last)
+    return items
 
 
 def _require_sizes(inner: fx.GraphModule, expected: list[list[Any] | None], operands: list[fx.Node], line: str) -> None:
