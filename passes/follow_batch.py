@@ -32,6 +32,7 @@ from autoparallel.passes.canonicalize_operators import BATCH_STATISTIC
 from autoparallel.passes.weigh_loss import ADDITIONS, MEANS, NUMBERS, SCALED, clamps_of, terms_of
 from autoparallel.placements import Invariant, Partial, Placement, Replicate, Shard
 from autoparallel.rules import rule_for
+from autoparallel.rules.answers import answers_about_rows
 from autoparallel.rules.calls import ancestors, arguments, is_tensor, shape_of, tensor_operands
 from autoparallel.rules.table import LOSSES
 from autoparallel.rules.ways import call_modes
@@ -68,7 +69,9 @@ def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | Non
     names = zip(captured.inputs, specs, strict=True)
     batched = {name: spec for name, spec in names if name is not None and isinstance(spec, InputSpec) and spec.batch}
     needed = ancestors(captured.graph, {loss} if count is None else {loss, count})
-    walk = _Walk(captured.batches, batched, loss, terms_of(loss, {x for x in captured.inputs if x}), count)
+    walk = _Walk(
+        captured.graph, captured.batches, batched, loss, terms_of(loss, {x for x in captured.inputs if x}), count
+    )
     walk.through(needed)
     reason = next(iter(walk.problems.values()), "") or next(
         filter(None, (_problem(walk, weight, count, term) for term in walk.terms)), ""
@@ -103,7 +106,7 @@ def follow_results(captured: Captured, specs: Sequence[Any], statistics: Collect
     results = {i: node for i, node in enumerate(captured.results) if i not in left}
     names = zip(captured.inputs, specs, strict=True)
     batched = [name for name, spec in names if name is not None and isinstance(spec, InputSpec) and spec.batch]
-    walk = _Walk(captured.batches, batched, None, (set(), []), None)
+    walk = _Walk(captured.graph, captured.batches, batched, None, (set(), []), None)
     names_of = captured.parameters | captured.buffers
     placeholders = {names_of.get(node.name, ""): node for node in captured.placeholders.values()}
     sums = [i for i in results if i < len(changed) and _adds_up_alone(results[i], placeholders[changed[i]])]
@@ -165,6 +168,7 @@ class _Walk:
         placements: of each value, the dim of its rows, whether it is a summand of each microbatch, or the same for all.
         terms: the sums, means or quotients that the loss adds up.
         between: the calls between them and the loss.
+        answers: about rows of each microbatch, which may be other than that about those of the batch.
         constant: the first of these calls that adds what is the same for all rows.
         clamps: what keeps zero from the divisor of that quotient.
         means: those of the summands that are means over the rows of a microbatch.
@@ -175,6 +179,7 @@ class _Walk:
 
     def __init__(
         self,
+        graph: fx.Graph,
         batches: Collection[sympy.Symbol],
         batched: Collection[str],
         loss: fx.Node | None,
@@ -188,6 +193,7 @@ class _Walk:
         self.placements: dict[fx.Node, Placement] = {}
         self.means: set[fx.Node] = set()
         self.numbers: set[fx.Node] = set()
+        self.answers = answers_about_rows(graph)
         self.mixes, self.problems = "", dict[fx.Node, str]()
 
     def through(self, nodes: Iterable[fx.Node]) -> None:
@@ -198,6 +204,8 @@ class _Walk:
                 self.problems[node] = problem
             elif node.op == "placeholder":
                 self.placements[node] = Shard(0) if node.name in self.batched else Invariant
+            elif node in self.answers:
+                self.placements[node] = Invariant  # each microbatch has its own, and makes of it what the batch does
             elif node.op == "call_function":
                 placement = self._follow(node) if is_tensor(node) else Invariant
                 if placement is None:

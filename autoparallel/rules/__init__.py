@@ -6,7 +6,8 @@ May import ``operators``, ``placements`` and ``_torch``.
 - ``table``: every operator's row.
 - ``pointwise``, ``matmul``, ``convolution``, ``reductions``, ``losses``, ``indexing``, ``shapes``, ``layers``,
   ``random``: what depends on a call's arguments, by family.
-- ``selections``: the rule of what is made of as many rows as values select; ``flat_calls``: its graphs as one.
+- ``selections``: the rule of what is made of as many rows as values select; ``flat_calls``: its graphs as one;
+  ``answers``: questions whether there is any, which make no difference where there is none.
 - ``registry``: the rule of a call, the user's own among them.
 - ``typing``: the ways in which an operator may run on one mesh axis, by its rule.
 - ``ways``: those of a call, and the layouts that they need and give.

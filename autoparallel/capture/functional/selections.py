@@ -24,13 +24,13 @@ from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import free_unbacked_symbols
 from autoparallel.capture.functional.inner_graphs import inner_graph, insert_call, obstacle_in
-from autoparallel.capture.functional.selected_means import divide_means
+from autoparallel.capture.functional.row_counts import count_by_masks
 from autoparallel.capture.functional.sizes import Sizes
 from autoparallel.capture.refusals.refusals import KEEP_ALL_ROWS
 from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.layers import draw_of
 from autoparallel.graph.lines import line_of, marks_of
-from autoparallel.operators.control_flow import SELECTION, control_operator, goes_by_values, require_sizes
+from autoparallel.operators.control_flow import SELECTION, control_operator, goes_by_values, inner_graphs, require_sizes
 from autoparallel.passes.mark_gradients import flows, mark_differentiable
 from autoparallel.rules.calls import is_tensor, selects_rows, shape_of
 from autoparallel.rules.shapes import expression
@@ -61,12 +61,12 @@ def group_selections(program: ExportedProgram, by_numbers: bool = False) -> None
         symbols |= {s for node in sized for x in (node, *node.all_input_nodes) for s in _unknown_sizes(x)}
         symbols -= {s for node in graph.find_nodes(op="placeholder") for s in _unknown_sizes(node)}
     if symbols or any(map(selects_rows, graph.nodes)):
-        divide_means(graph, _unknown_sizes)
+        count_by_masks(graph, _unknown_sizes)
         inputs = graph.find_nodes(op="placeholder")
         mark_differentiable(graph, {x.name for x in inputs if getattr(x.meta.get("val"), "requires_grad", False)})
-        sizes = Sizes(program)
+        sizes_of = Sizes(program)
         for group in _groups(graph, symbols):
-            _replace(group, sizes)
+            _replace(group, sizes_of)
 
 
 def _selects(node: fx.Node) -> bool:
@@ -164,7 +164,8 @@ def _replace(group: _Group, sizes: Sizes) -> None:
         operands = [node for node in last.graph.nodes if node in read]
         first = next(node for node in calls if _is_sized_by_values(node))
         inner = inner_graph(calls, results, operands)
-        open_sizes = [None if node.target in _SIZED_AS_FIRST else s for node, s in zip(results, expected, strict=True)]
+        of_rows = [any(x in inside or x.graph is not last.graph for x in _sized_as(node)) for node in results]
+        open_sizes = [sizes if of else None for of, sizes in zip(of_rows, expected, strict=True)]
         _require_sizes(inner, open_sizes, operands, line_of(first))
         is_packed = len(results) > 1 and _are_numbers(results)
         if is_packed:
@@ -181,11 +182,24 @@ def _replace(group: _Group, sizes: Sizes) -> None:
         node.graph.erase_node(node)
 
 
+def _sized_as(node: fx.Node) -> Iterator[fx.Node]:
+    """What has the sizes of a result before rows are put into it, on each way that is gone by values."""
+    while node.target in _SIZED_AS_FIRST:
+        node = node.args[0]  # type: ignore[assignment]
+    graphs = inner_graphs(node.target) if is_tensor(node) else ()
+    for module in graphs:
+        operands = dict(zip(module.graph.find_nodes(op="placeholder"), node.args[-1], strict=True))  # type: ignore[arg-type]
+        output: Any = module.graph.output_node().args[0]
+        for x in _sized_as(output[0]):
+            yield from _sized_as(operands[x]) if x in operands else (x,)
+    if not graphs:
+        yield node
+
+
 def _are_numbers(results: list[fx.Node]) -> bool:
     """Whether results, as sums over rows are, are tensors without dims of one dtype."""
-    values = [node.meta["val"] for node in results if is_tensor(node)]
-    dtypes = {value.dtype for value in values if not value.ndim}
-    return len(values) == len(results) and len(dtypes) == 1 and all(x.is_floating_point or x.is_complex for x in dtypes)
+    kinds = {(x.meta["val"].dtype, x.meta["val"].ndim) if is_tensor(x) else None for x in results}
+    return len(kinds) == 1 and all(kind is not None and not kind[1] and kind[0].is_floating_point for kind in kinds)
 
 
 def _pack(inner: fx.GraphModule) -> None:

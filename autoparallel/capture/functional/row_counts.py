@@ -1,13 +1,15 @@
-"""Means over as many rows as values select, as quotients: a sum over rows, and how many these are.
+"""How many rows values select, as what their mask counts: where a mean is over them, and where a model asks for it.
 
-A rank can add up what it has of the rows, where a mean over them is that of all ranks' rows.  How many there are, their
-mask says.
+A rank can count the truths of a mask that it has, and add up what it has of the rows, where a number of rows, or a mean
+over them, is that of all ranks' rows.
 
 Before (mask selects rows of h):
     index = aten.index(h, [mask]);  mean = aten.mean(index, [0])
+    sym_size = aten.sym_size(index, 0);  scalar_tensor = aten.scalar_tensor(sym_size)
 After:
     index = aten.index(h, [mask]);  sum_1 = aten.sum(index, [0]);  sum_2 = aten.sum(mask)
     div = aten.div(sum_1, sum_2)
+    sum_3 = aten.sum(mask)
 """
 
 from __future__ import annotations
@@ -29,24 +31,25 @@ from autoparallel.rules.table import LOSSES
 
 aten = torch.ops.aten
 
-UnknownSizes = Callable[[fx.Node], set[Any]]
-"""The symbols of a value that are known only when the program runs."""
 
+def count_by_masks(graph: fx.Graph, unknown_sizes: Callable[[fx.Node], set[Any]]) -> None:
+    """Rewrites a functional trace in place.
 
-def divide_means(graph: fx.Graph, unknown_sizes: UnknownSizes) -> None:
-    """Rewrites a functional trace in place."""
-    means = [
+    Args:
+        unknown_sizes: the symbols of a value that are known only when the program runs.
+    """
+    calls = [
         node
         for node in graph.nodes
         if node.target in _REWRITES and is_tensor(node) and not unknown_sizes(node)
         if any(map(unknown_sizes, node.all_input_nodes))
     ]
-    if means:
+    if calls:
         masks = _masks(graph)
-        for node in means:
-            quotient = _REWRITES[node.target](Emitter(node), node, masks)
-            if quotient is not None:
-                replace_node(node, quotient)
+        for node in calls:
+            result = _REWRITES[node.target](Emitter(node), node, masks)
+            if result is not None:
+                replace_node(node, result)
 
 
 Masks = dict[sympy.Symbol, fx.Node]
@@ -57,32 +60,61 @@ def _masks(graph: fx.Graph) -> Masks:
     masks: Masks = {}
     for node in graph.nodes:
         if node.target in (aten.nonzero.default, aten.masked_select.default):
-            mask = node.args[-1]
-            dim = 0
+            if node.args[-1].meta["val"].dtype is not torch.bool:
+                node.args = (Emitter(node)(aten.ne.Scalar, node.args[-1], 0),)
+            dim, mask = 0, node.args[-1]
         elif node.target is aten.index.Tensor and sum(x is not None for x in node.args[1]) == 1:
             dim, mask = next((dim, x) for dim, x in enumerate(node.args[1]) if x is not None)
         else:
             continue
         size = expression(shape_of(node)[dim])
-        if mask.meta["val"].dtype is torch.bool and size.is_Symbol:
+        if size.is_Symbol and mask.meta["val"].dtype is torch.bool:
             masks.setdefault(size, mask)
     return masks
 
 
+_OPERATIONS: dict[str, tuple[Any, Any]] = {
+    "Add": (aten.add.Tensor, aten.add.Tensor),
+    "Mul": (aten.mul.Tensor, aten.mul.Tensor),
+    "Max": (aten.clamp_min.default, aten.maximum.default),
+    "Min": (aten.clamp_max.default, aten.minimum.default),
+    "Unequality": (aten.ne.Scalar, aten.ne.Tensor),
+    "Equality": (aten.eq.Scalar, aten.eq.Tensor),
+    "StrictGreaterThan": (aten.gt.Scalar, aten.gt.Tensor),
+    "GreaterThan": (aten.ge.Scalar, aten.ge.Tensor),
+    "StrictLessThan": (aten.lt.Scalar, aten.lt.Tensor),
+    "LessThan": (aten.le.Scalar, aten.le.Tensor),
+}
+"""What makes of two tensors what torch makes of two sizes: of one and a number, and of both."""
+
+
 def _count(emit: Emitter, size: sympy.Expr, masks: Masks) -> Any:
-    """A size as a number, or as a tensor without dims; None where no mask says it."""
+    """What is computed of sizes as a number, or as a tensor without dims; None where no mask tells them."""
+    name, of = size.func.__name__, size.args
     if size.is_Integer:
         return int(size)
     if size in masks:
         return emit(aten.sum.default, masks[size])
-    if size.func.__name__ == "ToFloat":
-        return _count(emit, size.args[0], masks)
-    if size.func.__name__ not in ("Mul", "Max") or len(size.args) != 2:
+    if name == "ToFloat":
+        return _count(emit, of[0], masks)
+    if name == "Piecewise" and [branch[0] for branch in of] == [1, 0]:  # an answer
+        return _count(emit, of[0][1], masks)
+    if name not in _OPERATIONS or len(of) != 2:
         return None
-    number, count = (_count(emit, x, masks) for x in size.args)
-    if not isinstance(number, int) or not isinstance(count, fx.Node):
+    if of[0].is_Integer:
+        size = size.reversed if size.is_Relational else size
+        of = of[::-1]
+    first, second = (_count(emit, x, masks) for x in of)
+    if first is None or second is None or isinstance(first, int):
         return None
-    return emit(aten.mul.Tensor if size.is_Mul else aten.clamp_min.default, count, number)
+    return emit(_OPERATIONS[size.func.__name__][isinstance(second, fx.Node)], first, second)
+
+
+def _number(emit: Emitter, node: fx.Node, masks: Masks) -> fx.Node | None:
+    """A number of rows, or what is asked about it, that becomes a tensor."""
+    v = arguments(node)
+    count = _count(emit, v["s"].meta["val"].node.expr, masks)
+    return emit.cast(count, emit.value(node).dtype) if isinstance(count, fx.Node) else None
 
 
 def _mean(emit: Emitter, x: fx.Node, dims: list[int], keepdim: bool, masks: Masks) -> fx.Node | None:
@@ -143,4 +175,5 @@ _REWRITES: dict[Any, Callable[[Emitter, fx.Node, Masks], Any]] = {
     **dict.fromkeys(LOSSES, _elementwise_loss),
     **dict.fromkeys(CLASS_LOSSES, _class_loss),
     **dict.fromkeys((aten.div.Tensor, aten.mul.Tensor), _quotient_or_product),
+    aten.scalar_tensor.default: _number,
 }
