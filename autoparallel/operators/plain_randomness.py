@@ -8,11 +8,14 @@ state where something was drawn before gets that number.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from autoparallel import _torch
 from autoparallel.operators.random import RandomState, alone, draw_from
@@ -46,19 +49,47 @@ class _Numbered(_torch.export.AttendingMode):
             raise UnsupportedRandomness(f"{func} draws random numbers that a compiled model cannot draw")
         with draw_from(self.state):
             is_alone = func is aten.rand.default and not arguments["size"]
-            draw = Draw(EagerEmit(), func, arguments, self._take_alone if is_alone else self._take)
+            draw = Draw(EagerEmit(), func, arguments, self._take_alone if is_alone else self.take)
             if func in _FUSED:
                 return _FUSED[func](draw)
             value = BASIC[func](draw)
         return args[0].copy_(value) if func._schema.name.endswith("_") else value
 
-    def _take(self) -> int:
+    def take(self) -> int:
         """The number of the draw that is made now (see [Note: which draw is which])."""
         return self.numbers.setdefault(_move_on(), len(self.numbers))
 
     def _take_alone(self) -> int:
         """The same of ``torch.rand([])``."""
         return self.alone.setdefault(_move_on(), alone(len(self.alone)))
+
+
+class _DropsNothing(TorchFunctionMode):
+    """Counts the dropouts of what has no elements, as the rows may have that values select: torch leaves them out, and
+    the compiled model does not know."""
+
+    def __init__(self, numbered: _Numbered) -> None:
+        super().__init__()
+        self.numbered = numbered
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (signature := _DROPOUTS.get(func)) is not None:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            x, p, train = [*bound.arguments.values()][:3]
+            if train and p > 0 and not x.numel():
+                self.numbered.take()
+        return func(*args, **kwargs)
+
+
+_KINDS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+_DROPOUTS: dict[Any, inspect.Signature] = {getattr(F, name): inspect.signature(getattr(F, name)) for name in _KINDS}
+_DROPOUTS |= {
+    getattr(torch, kind + end): inspect.signature(lambda input, p, train: None)
+    for kind in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+    for end in ("", "_")
+}
 
 
 def _move_on() -> bytes:
@@ -101,5 +132,6 @@ def plain_randomness(state: RandomState) -> Iterator[None]:
         if torch.cuda.is_available():  # kernels that draw inside are left for those whose numbers can be given
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-        stack.enter_context(_Numbered(state))
+        numbered = stack.enter_context(_Numbered(state))
+        stack.enter_context(_DropsNothing(numbered))
         yield

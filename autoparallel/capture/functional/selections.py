@@ -28,7 +28,6 @@ from autoparallel.capture.functional.row_counts import count_by_masks
 from autoparallel.capture.functional.sizes import Sizes
 from autoparallel.capture.refusals.refusals import KEEP_ALL_ROWS
 from autoparallel.graph.errors import CaptureError, refusal
-from autoparallel.graph.layers import draw_of
 from autoparallel.graph.lines import line_of, marks_of
 from autoparallel.operators.control_flow import SELECTION, control_operator, goes_by_values, inner_graphs, require_sizes
 from autoparallel.passes.mark_gradients import flows, mark_differentiable
@@ -170,8 +169,6 @@ def _replace(group: _Group, sizes: Sizes) -> None:
         is_packed = len(results) > 1 and _are_numbers(results)
         if is_packed:
             _pack(inner)
-        if drawing := next((node for node in inner.graph.nodes if draw_of(node) is not None), None):
-            raise _refuse_size("random numbers are drawn for it", drawing)
         target, arguments = control_operator(SELECTION, [inner, tuple(operands)], len(results) == 1 or is_packed)
         for result, shape in zip(results, expected, strict=True):
             result.meta["val"] = _stand_in_for(result.meta["val"], shape)

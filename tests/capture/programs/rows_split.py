@@ -153,8 +153,8 @@ class ViewsWhatAMaskSelects(Sorts):
         return outs[mask].view(x.shape[0], 2, 8).tanh().sum(1)
 
 
-@program(batch=tokens, refused="weigh them by masks")
+@program(batch=tokens, random=True)
 class DrawsForTheFirstRows(Sorts):
     def forward(self, x: Tensor) -> Any:
         count = int((self.router(x)[:, 0] > 0).sum())
-        return nn.functional.dropout(self.experts[0](x[:count])).sum(0)  # refused
+        return nn.functional.dropout(self.experts[0](x[:count])).sum(0)
