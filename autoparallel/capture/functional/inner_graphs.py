@@ -58,27 +58,27 @@ def insert_call(
     behind: fx.Node,
     target: Callable[..., Any],
     arguments: Sequence[Any],
-    results: Sequence[fx.Node],
+    values: Sequence[Any],
     marks: Mapping[str, Any],
 ) -> list[fx.Node]:
     """Inserts a call that makes one result, or several and what takes each of them from it.
 
     Args:
         behind: what comes before it.
-        results: those that have the same sizes and dtypes.
+        values: of the results, as a plan sees them.
         marks: of where in the model it stands.
     """
     graph = behind.graph
     with graph.inserting_after(behind):
         call = last = graph.call_function(target, tuple(arguments))
-    if len(results) == 1:
-        call.meta = {**marks, "val": results[0].meta["val"]}
+    if len(values) == 1:
+        call.meta = {**marks, "val": values[0]}
         return [call]
-    call.meta = {**marks, "val": tuple(x.meta["val"] for x in results)}
+    call.meta = {**marks, "val": tuple(values)}
     items = []
-    for i, result in enumerate(results):
+    for i, value in enumerate(values):
         with graph.inserting_after(last):
             last = graph.call_function(operator.getitem, (call, i))
-        last.meta = {**marks, "val": result.meta["val"]}
+        last.meta = {**marks, "val": value}
         items.append(last)
     return items

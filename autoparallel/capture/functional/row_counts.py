@@ -147,10 +147,7 @@ def _elementwise_loss(emit: Emitter, node: fx.Node, masks: Masks) -> fx.Node | N
     schema: Any = node.target
     by_place = [values.pop(x.name) for x in schema._schema.arguments if not x.kwarg_only]
     of_each = emit(node.target, *by_place, **values)
-    mean = _mean(emit, of_each, [*range(len(shape_of(of_each)))], False, masks)
-    if mean is None:
-        node.graph.erase_node(of_each)
-    return mean
+    return _mean(emit, of_each, [*range(len(shape_of(of_each)))], False, masks)
 
 
 def _class_loss(emit: Emitter, node: fx.Node, masks: Masks) -> Any:
@@ -167,7 +164,12 @@ def _quotient_or_product(emit: Emitter, node: fx.Node, masks: Masks) -> fx.Node 
     if others or node.kwargs or not isinstance(size, fx.Node) or is_tensor(size):
         return None
     count = _count(emit, size.meta["val"].node.expr, masks)
-    return None if count is None else emit(node.target, x, count)
+    if count is None:
+        return None
+    dtype = emit.value(node).dtype
+    if dtype.is_floating_point:  # half precision does not hold what is counted
+        x = emit.cast(x, torch.promote_types(dtype, torch.float32))  # type: ignore[arg-type]
+    return emit.cast(emit(node.target, x, count), dtype)
 
 
 _REWRITES: dict[Any, Callable[[Emitter, fx.Node, Masks], Any]] = {

@@ -13,7 +13,7 @@ After, the three calls inside of the operator:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,8 +172,11 @@ def _replace(group: _Group, sizes: Sizes) -> None:
         target, arguments = control_operator(SELECTION, [inner, tuple(operands)], len(results) == 1 or is_packed)
         for result, shape in zip(results, expected, strict=True):
             result.meta["val"] = _stand_in_for(result.meta["val"], shape)
-        insert = _insert_pack if is_packed else insert_call
-        for result, item in zip(results, insert(last, target, arguments, results, marks_of(first)), strict=True):
+        values = [_value_of_pack(results)] if is_packed else [result.meta["val"] for result in results]
+        items = insert_call(last, target, arguments, values, marks_of(first))
+        if is_packed:
+            items = _unpack(items[0], results, marks_of(first))
+        for result, item in zip(results, items, strict=True):
             result.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
     for node in reversed(calls):
         node.graph.erase_node(node)
@@ -215,24 +218,13 @@ def _value_of_pack(results: Sequence[fx.Node]) -> torch.Tensor:
     return value
 
 
-def _insert_pack(
-    behind: fx.Node,
-    target: Callable[..., Any],
-    arguments: Sequence[Any],
-    results: Sequence[fx.Node],
-    marks: Mapping[str, Any],
-) -> list[fx.Node]:
-    """Inserts a call that gives its results as one tensor, and what takes each of them from it: without a gradient
-    where it has none by itself."""
-    graph = behind.graph
-    with graph.inserting_after(behind):
-        last = call = graph.call_function(target, tuple(arguments))
-    call.meta = {**marks, "val": _value_of_pack(results)}
-    items = []
+def _unpack(call: fx.Node, results: Sequence[fx.Node], marks: Mapping[str, Any]) -> list[fx.Node]:
+    """Inserts what takes each result from the one tensor of a call: without a gradient where it has none by itself."""
+    items, last = [], call
     for i, result in enumerate(results):
         for read, more in ((aten.select.int, (0, i)), *([] if flows(result) else [(aten.detach.default, ())])):
-            with graph.inserting_after(last):
-                last = graph.call_function(read, (last if read is aten.detach.default else call, *more))
+            with call.graph.inserting_after(last):
+                last = call.graph.call_function(read, (last if read is aten.detach.default else call, *more))
             last.meta = {**marks, "val": result.meta["val"]}
         items.append(last)
     return items

@@ -465,7 +465,7 @@ class Merger:
         graphs = [inner_graph(way, [pair[i] for pair in joints], operands, self.twins) for i, way in enumerate(ways)]
         target, arguments = control_operator(IF_ELSE, [self.questions[0], *graphs, tuple(operands)], len(joints) == 1)
         behind = ours[-1] if ours else self.questions[0]
-        items = insert_call(behind, target, arguments, [x for x, _ in joints], marks_of(self.questions[0]))
+        items = insert_call(behind, target, arguments, [x.meta["val"] for x, _ in joints], marks_of(self.questions[0]))
         return dict(zip(joints, items, strict=True))
 
 
