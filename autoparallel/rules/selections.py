@@ -444,10 +444,7 @@ class _Follower:
             result = (Partial if end is None else Shard(end),)
             modes = [Mode("shard", factor=factor)]
             call = LocalCall(node.graph, node, node.target, node.args, node.kwargs, modes, (), result, [2], ["axis"])
-            try:
-                rule.localize(call)
-            except Exception:
-                raise MixedRows from None
+            rule.localize(call)
             if (call.target, call.args, call.kwargs) != (node.target, node.args, node.kwargs):
                 raise MixedRows
 
