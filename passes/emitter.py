@@ -16,15 +16,16 @@ from autoparallel.rules.calls import shape_of
 
 
 class Emitter:
-    """Inserts calls before a node and computes their fake values; the new nodes inherit its module and line."""
+    """Inserts calls before a node and computes their fake values; the new nodes inherit its module and line, or those
+    of another one that they are ``like``."""
 
-    def __init__(self, node: fx.Node) -> None:
-        self.graph, self.node = node.graph, node
+    def __init__(self, node: fx.Node, like: fx.Node | None = None) -> None:
+        self.graph, self.node, self.marks = node.graph, node, marks_of(like or node)
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.node):
             new = self.graph.call_function(target, args, kwargs)
-        new.meta = marks_of(self.node)
+        new.meta = dict(self.marks)
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         mode = _mode_in((values, named, self.node.meta.get("val"))) or _mode_of(self.graph)
         # As the tracer has it: in torch 2.11 a linear layer of a symbolic batch has no value without the dispatcher.

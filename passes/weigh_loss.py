@@ -26,6 +26,7 @@ from autoparallel.graph.lines import line_of
 from autoparallel.graph.losses import LossWeight
 from autoparallel.operators.opaque import has_own_backward
 from autoparallel.passes.emitter import replace_node
+from autoparallel.rules import operator_name
 from autoparallel.rules.calls import ancestors, arguments, casts_of, followers, is_tensor, shape_of
 from autoparallel.rules.shapes import expression
 from autoparallel.rules.table import LOSSES
@@ -61,7 +62,7 @@ def weigh_loss(module: fx.GraphModule, loss: int, counted: bool, inputs: Collect
     quotients = [term.target in _QUOTIENTS for term in terms]
     if all(quotients):
         divisors = [term.args[1] for term in terms]
-        if all(_is_same(divisors[0], divisor, {}) for divisor in divisors[1:]):
+        if all(is_same(divisors[0], divisor, {}) for divisor in divisors[1:]):
             alone = all(term in {*terms, *between} or term == 0 for node in between for term in _summands(node))
             return _of_quotients(module.graph, terms, counted, alone)
     elif not any(quotients):
@@ -84,7 +85,7 @@ def _of_term(node: fx.Node) -> LossWeight:
         return LossWeight("mean", size=size) if arguments(node)["reduction"] == 1 else LossWeight("sum")
     if node.target in _SUMS:
         return LossWeight("sum")
-    what = f"it is neither a mean nor a sum, but the result of {node.target} at {line_of(node)}"
+    what = f"it is neither a mean nor a sum, but the result of {operator_name(node.target)} at {line_of(node)}"
     return LossWeight("unknown", reason=what)
 
 
@@ -199,17 +200,17 @@ def vanishes(total: Any) -> bool:
     return arguments(end)["weight"] is None or not arguments(end)["label_smoothing"]
 
 
-def _is_same(a: Any, b: Any, answers: dict[tuple[Any, Any], bool]) -> bool:
+def is_same(a: Any, b: Any, answers: dict[tuple[Any, Any], bool]) -> bool:
     """Whether two arguments are computed alike of the same."""
     if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
         return type(a) is type(b) and (
-            len(a) == len(b) and all(_is_same(x, y, answers) for x, y in zip(a, b, strict=True))
+            len(a) == len(b) and all(is_same(x, y, answers) for x, y in zip(a, b, strict=True))
             if isinstance(a, list | tuple)
             else bool(a == b)
         )
     if a is not b and (a, b) not in answers:
         calls = a.op == b.op == "call_function" and a.target == b.target and not has_own_backward(a.target)
-        answers[a, b] = calls and a.kwargs == b.kwargs and _is_same(a.args, b.args, answers)
+        answers[a, b] = calls and a.kwargs == b.kwargs and is_same(a.args, b.args, answers)
     return a is b or answers[a, b]
 
 

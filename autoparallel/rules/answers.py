@@ -89,6 +89,9 @@ def _agrees(flat: FlatCall | None, chain: list[fx.Node]) -> bool:
     if flat is None:
         return False
     choices = _choices(flat).get(chain[-1], [])
+    (held,) = (inside for inside, x in flat.operands.items() if x is chain[-1])
+    if {*held.users} != {*choices}:
+        return False
     for x in choices:
         none, some = x.args[1:] if _answer(chain, 0) else x.args[:0:-1]
         while some is not none:
@@ -115,9 +118,9 @@ def _masks_of(put: fx.Node) -> Iterator[fx.Node]:
     elif put.target in _PUTS_AT_PLACES:
         places = [arguments(put)["index"]]
     for x in places:
+        if x.meta["val"].dtype in MASKS:
+            yield x
         while x.target in _MOVES:
             x = x.args[0]
         if x.target is aten.nonzero.default:
             yield x.args[0]
-        elif x.meta["val"].dtype in MASKS:
-            yield x

@@ -235,7 +235,8 @@ class _Follower:
 
     def _follow_sum(self, node: fx.Node, read: list[_Value]) -> _Value:
         """What only hands sums over rows on: they are added up over ranks behind it."""
-        is_cast = node.target in CASTS and len({x.meta["val"].dtype for x in (node, *tensor_operands(node))}) == 1
+        before, after = (x.meta["val"].dtype for x in (tensor_operands(node)[0], node))
+        is_cast = node.target in CASTS and after in (before, torch.float64)  # others round before they are added up
         is_packed = node.target is aten.stack.default and all(x == _SUM for x in read)
         is_of_sizes = node.target is require_sizes and read[1:] == [_WHOLE] * len(read[1:])
         if is_cast or is_packed or is_of_sizes:

@@ -92,8 +92,32 @@ def every_row(x: Tensor, choice: Tensor, expert: nn.Module) -> Tensor:
     return expert(x) if (choice == 0).any() else x
 
 
+def at_a_cast_mask(x: Tensor, choice: Tensor, expert: nn.Module) -> Tensor:
+    mask = choice == 0
+    if mask.any():
+        return x.index_put((torch.arange(8), mask.long()), expert(x)[:, 0])
+    return x
+
+
+def reads_the_answer(x: Tensor, choice: Tensor, expert: nn.Module) -> Tensor:
+    (rows,) = torch.where(choice == 0)
+    hit = (choice == 0).any()
+    if hit:
+        x = x.index_copy(0, rows, expert(x[rows]) + hit)
+    return x
+
+
 ALIKE = [any_row, their_number, elements, not_any]
-DIFFERENT = [another_mask, more_than_one, an_odd_number, something_else, into_zeros, every_row]
+DIFFERENT = [
+    another_mask,
+    more_than_one,
+    an_odd_number,
+    something_else,
+    into_zeros,
+    every_row,
+    at_a_cast_mask,
+    reads_the_answer,
+]
 
 
 @pytest.mark.parametrize("put", [*ALIKE, *DIFFERENT], ids=lambda put: put.__name__)

@@ -24,7 +24,7 @@ from torch import fx
 from autoparallel import operators
 from autoparallel.passes.canonicalize_operators import CLASS_LOSSES
 from autoparallel.passes.emitter import Emitter, replace_node
-from autoparallel.passes.weigh_loss import vanishes
+from autoparallel.passes.weigh_loss import is_same, vanishes
 from autoparallel.rules.calls import arguments, is_tensor, shape_of
 from autoparallel.rules.shapes import expression
 from autoparallel.rules.table import LOSSES
@@ -32,12 +32,12 @@ from autoparallel.rules.table import LOSSES
 aten = torch.ops.aten
 
 
-def count_by_masks(graph: fx.Graph, unknown_sizes: Callable[[fx.Node], set[Any]]) -> None:
-    """Rewrites a functional trace in place.
+UnknownSizes = Callable[[fx.Node], set[Any]]
+"""The symbols of a value that are known only when the program runs."""
 
-    Args:
-        unknown_sizes: the symbols of a value that are known only when the program runs.
-    """
+
+def count_by_masks(graph: fx.Graph, unknown_sizes: UnknownSizes) -> None:
+    """Rewrites a functional trace in place."""
     calls = [
         node
         for node in graph.nodes
@@ -45,7 +45,7 @@ def count_by_masks(graph: fx.Graph, unknown_sizes: Callable[[fx.Node], set[Any]]
         if any(map(unknown_sizes, node.all_input_nodes))
     ]
     if calls:
-        masks = _masks(graph)
+        masks = _masks(graph, unknown_sizes)
         for node in calls:
             result = _REWRITES[node.target](Emitter(node), node, masks)
             if result is not None:
@@ -56,21 +56,36 @@ Masks = dict[sympy.Symbol, fx.Node]
 """The mask whose truths a size counts, by that size."""
 
 
-def _masks(graph: fx.Graph) -> Masks:
+def _masks(graph: fx.Graph, unknown_sizes: UnknownSizes) -> Masks:
+    """The masks of sizes, but where a call puts rows beside those of another mask: there eager takes one row for all,
+    and the trace has one size for both."""
     masks: Masks = {}
+    others: set[sympy.Symbol] = set()
     for node in graph.nodes:
-        if node.target in (aten.nonzero.default, aten.masked_select.default):
-            if node.args[-1].meta["val"].dtype is not torch.bool:
-                node.args = (Emitter(node)(aten.ne.Scalar, node.args[-1], 0),)
-            dim, mask = 0, node.args[-1]
-        elif node.target is aten.index.Tensor and sum(x is not None for x in node.args[1]) == 1:
-            dim, mask = next((dim, x) for dim, x in enumerate(node.args[1]) if x is not None)
-        else:
-            continue
-        size = expression(shape_of(node)[dim])
-        if size.is_Symbol and mask.meta["val"].dtype is torch.bool:
-            masks.setdefault(size, mask)
-    return masks
+        size, mask = _selected_by(node)
+        if mask is not None and not is_same(masks.setdefault(size, mask), mask, {}):
+            others.add(size)
+        read = {symbol for x in node.all_input_nodes if is_tensor(x) for symbol in unknown_sizes(x)}
+        if is_tensor(node) and len(read) > 1 and read - unknown_sizes(node):
+            known = [masks[symbol] for symbol in read if symbol in masks]
+            others |= read if any(not is_same(known[0], x, {}) for x in known[1:]) else set()
+    return {size: mask for size, mask in masks.items() if size not in others}
+
+
+def _selected_by(node: fx.Node) -> tuple[sympy.Expr, fx.Node | None]:
+    """How many rows a call selects, and by which mask; none where that is not all it goes by."""
+    mask: Any = None
+    dim = 0
+    if node.target in (aten.nonzero.default, aten.masked_select.default):
+        if node.args[-1].meta["val"].dtype is not torch.bool:  # type: ignore[union-attr]
+            node.args = (Emitter(node)(aten.ne.Scalar, node.args[-1], 0),)
+        mask = node.args[-1]
+    elif node.target is aten.index.Tensor:
+        at = [(dim, x) for dim, x in enumerate(node.args[1]) if x is not None]  # type: ignore[arg-type]
+        dim, mask = at[0] if len(at) == 1 else (0, None)
+    is_mask = mask is not None and mask.meta["val"].dtype is torch.bool
+    size = expression(shape_of(node)[dim]) if is_mask else sympy.Integer(0)
+    return size, mask if size.is_Symbol else None
 
 
 _OPERATIONS: dict[str, tuple[Any, Any]] = {

@@ -13,7 +13,7 @@ After, the three calls inside of the operator:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from autoparallel.capture.refusals.refusals import KEEP_ALL_ROWS
 from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.lines import line_of, marks_of
 from autoparallel.operators.control_flow import SELECTION, control_operator, goes_by_values, inner_graphs, require_sizes
+from autoparallel.passes.emitter import Emitter
 from autoparallel.passes.mark_gradients import flows, mark_differentiable
 from autoparallel.rules.calls import is_tensor, selects_rows, shape_of
 from autoparallel.rules.shapes import expression
@@ -166,7 +167,7 @@ def _replace(group: _Group, sizes: Sizes) -> None:
         of_rows = [any(x in inside or x.graph is not last.graph for x in _sized_as(node)) for node in results]
         open_sizes = [sizes if of else None for of, sizes in zip(of_rows, expected, strict=True)]
         _require_sizes(inner, open_sizes, operands, line_of(first))
-        is_packed = len(results) > 1 and _are_numbers(results)
+        is_packed = len(results) > 1 and _may_be_packed(results)
         if is_packed:
             _pack(inner)
         target, arguments = control_operator(SELECTION, [inner, tuple(operands)], len(results) == 1 or is_packed)
@@ -175,7 +176,8 @@ def _replace(group: _Group, sizes: Sizes) -> None:
         values = [_value_of_pack(results)] if is_packed else [result.meta["val"] for result in results]
         items = insert_call(last, target, arguments, values, marks_of(first))
         if is_packed:
-            items = _unpack(items[0], results, marks_of(first))
+            items = _unpack(items[0], results)
+        items = [_without_gradient(item) if not flows(x) else item for x, item in zip(results, items, strict=True)]
         for result, item in zip(results, items, strict=True):
             result.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
     for node in reversed(calls):
@@ -196,38 +198,50 @@ def _sized_as(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-def _are_numbers(results: list[fx.Node]) -> bool:
-    """Whether results, as sums over rows are, are tensors without dims of one dtype."""
-    kinds = {(x.meta["val"].dtype, x.meta["val"].ndim) if is_tensor(x) else None for x in results}
-    return len(kinds) == 1 and all(kind is not None and not kind[1] and kind[0].is_floating_point for kind in kinds)
+def _may_be_packed(results: list[fx.Node]) -> bool:
+    """Whether results, as a sum over rows and counts of them are, are numbers that one dtype holds, of which one alone
+    has a gradient: another would have one of zero where nothing is made of it."""
+    return all(map(_is_number, results)) and sum(map(flows, results)) < 2
+
+
+def _is_number(result: fx.Node) -> bool:
+    value = result.meta["val"]
+    if not is_tensor(result) or value.ndim:
+        return False
+    counted = result.args[0] if result.target in (aten.sum.default, aten.sum.dim_IntList) else None
+    is_count = isinstance(counted, fx.Node) and counted.meta["val"].dtype is torch.bool
+    return bool(value.dtype.is_floating_point or is_count)
 
 
 def _pack(inner: fx.GraphModule) -> None:
     """Has a graph give its results as one tensor: rules speak of operators with one."""
     output = inner.graph.output_node()
     results: Any = output.args[0]
-    with inner.graph.inserting_before(output):
-        stacked = inner.graph.call_function(aten.stack.default, ([*results],))
-    stacked.meta = {"val": _value_of_pack(results)}
+    value = _value_of_pack(results)
+    emit = Emitter(output)
+    stacked = emit(aten.stack.default, [emit.cast(result, value.dtype) for result in results])
     output.args = ((stacked,),)
     inner.recompile()
 
 
 def _value_of_pack(results: Sequence[fx.Node]) -> torch.Tensor:
+    dtypes = {result.meta["val"].dtype for result in results}
     value: torch.Tensor = results[0].meta["val"].new_empty([len(results)])
-    return value
+    return value if len(dtypes) == 1 else value.double()
 
 
-def _unpack(call: fx.Node, results: Sequence[fx.Node], marks: Mapping[str, Any]) -> list[fx.Node]:
-    """Inserts what takes each result from the one tensor of a call: without a gradient where it has none by itself."""
-    items, last = [], call
-    for i, result in enumerate(results):
-        for read, more in ((aten.select.int, (0, i)), *([] if flows(result) else [(aten.detach.default, ())])):
-            with call.graph.inserting_after(last):
-                last = call.graph.call_function(read, (last if read is aten.detach.default else call, *more))
-            last.meta = {**marks, "val": result.meta["val"]}
-        items.append(last)
-    return items
+def _unpack(call: fx.Node, results: Sequence[fx.Node]) -> list[fx.Node]:
+    """Inserts what takes each result from the one tensor of a call."""
+    emit = Emitter(call.next, like=call)
+    return [emit.cast(emit(aten.select.int, call, 0, i), x.meta["val"].dtype) for i, x in enumerate(results)]
+
+
+def _without_gradient(item: fx.Node) -> fx.Node:
+    """Has a result of a call have no gradient, as by itself it has none, whatever the call's others have."""
+    with item.graph.inserting_after(item):
+        detached = item.graph.call_function(aten.detach.default, (item,))
+    detached.meta = dict(item.meta)
+    return detached
 
 
 def _require_sizes(inner: fx.GraphModule, expected: list[list[Any] | None], operands: list[fx.Node], line: str) -> None:
