@@ -66,9 +66,10 @@ def _masks(graph: fx.Graph, unknown_sizes: UnknownSizes) -> Masks:
         if mask is not None and not is_same(masks.setdefault(size, mask), mask, {}):
             others.add(size)
         read = {symbol for x in node.all_input_nodes if is_tensor(x) for symbol in unknown_sizes(x)}
-        if is_tensor(node) and len(read) > 1 and read - unknown_sizes(node):
-            known = [masks[symbol] for symbol in read if symbol in masks]
-            others |= read if any(not is_same(known[0], x, {}) for x in known[1:]) else set()
+        selecting = [masks[symbol] for symbol in read if symbol in masks]
+        meet = is_tensor(node) and bool(read - unknown_sizes(node))
+        if meet and any(not is_same(selecting[0], x, {}) for x in selecting[1:]):
+            others |= read
     return {size: mask for size, mask in masks.items() if size not in others}
 
 
