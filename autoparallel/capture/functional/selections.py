@@ -177,7 +177,7 @@ def _replace(group: _Group, sizes: Sizes) -> None:
         items = insert_call(last, target, arguments, values, marks_of(first))
         if is_packed:
             items = _unpack(items[0], results)
-        items = [_without_gradient(item) if not flows(x) else item for x, item in zip(results, items, strict=True)]
+        items = [item if flows(x) else _without_gradient(item) for x, item in zip(results, items, strict=True)]
         for result, item in zip(results, items, strict=True):
             result.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
     for node in reversed(calls):
@@ -238,6 +238,8 @@ def _unpack(call: fx.Node, results: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _without_gradient(item: fx.Node) -> fx.Node:
     """Has a result of a call have no gradient, as by itself it has none, whatever the call's others have."""
+    if not is_tensor(item):
+        return item
     with item.graph.inserting_after(item):
         detached = item.graph.call_function(aten.detach.default, (item,))
     detached.meta = dict(item.meta)
