@@ -20,7 +20,7 @@ from torch import fx
 
 from autoparallel.operators.control_flow import goes_by_values
 from autoparallel.rules.calls import CASTS, MASKS, arguments, is_tensor
-from autoparallel.rules.flat_calls import FlatCall, MixedRows, either
+from autoparallel.rules.flat_calls import INTO_ALONG, FlatCall, MixedRows, either
 
 aten = torch.ops.aten
 
@@ -36,10 +36,6 @@ _MOVES = (
     *CASTS, aten.select.int, aten.squeeze.dim, aten.squeeze.dims, aten.reshape.default, aten.view.default,
     aten.flatten.using_ints, aten.unsqueeze.default,
 )  # fmt: skip
-_PUTS_AT_PLACES = (
-    aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar, aten.scatter_add.default,
-    aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter_reduce.two,
-)  # fmt: skip
 
 
 def answers_about_rows(graph: fx.Graph) -> set[fx.Node]:
@@ -52,20 +48,17 @@ def answers_about_rows(graph: fx.Graph) -> set[fx.Node]:
             except MixedRows:
                 flat_calls[node] = None
     answers: set[fx.Node] = set()
-    for predicate in {x for flat in flat_calls.values() if flat for x in _choices(flat)}:
+    for predicate in {x for flat in flat_calls.values() if flat for x in _predicates(flat)}:
         chain = _chain(predicate)
         if chain and all(_agrees(flat_calls.get(user), chain) for user in predicate.users):
             answers |= {*chain}
     return answers
 
 
-def _choices(flat: FlatCall) -> dict[fx.Node, list[fx.Node]]:
-    """What goes one way or the other, by the operands that hold the answers."""
-    choices: dict[fx.Node, list[fx.Node]] = {}
-    for node in flat.graph.nodes:
-        if node.target is either and node.args[0] in flat.operands:
-            choices.setdefault(flat.operands[node.args[0]], []).append(node)
-    return choices
+def _predicates(flat: FlatCall) -> set[fx.Node]:
+    """The operands by which a call goes one way or the other."""
+    inside = {node.args[0] for node in flat.graph.nodes if node.target is either}
+    return {x for placeholder, x in flat.operands.items() if placeholder in inside}
 
 
 def _chain(predicate: fx.Node) -> list[fx.Node]:
@@ -88,17 +81,16 @@ def _agrees(flat: FlatCall | None, chain: list[fx.Node]) -> bool:
     """Whether a call goes by an answer between two ways alone that are the same for no rows."""
     if flat is None:
         return False
-    choices = _choices(flat).get(chain[-1], [])
-    (held,) = (inside for inside, x in flat.operands.items() if x is chain[-1])
-    if {*held.users} != {*choices}:
-        return False
-    for x in choices:
+    (predicate,) = (placeholder for placeholder, x in flat.operands.items() if x is chain[-1])
+    for x in predicate.users:
+        if x.target is not either or x.args[0] is not predicate:
+            return False
         none, some = x.args[1:] if _answer(chain, 0) else x.args[:0:-1]
         while some is not none:
             if not isinstance(some, fx.Node) or flat.key(chain[0].args[0]) not in map(flat.key, _masks_of(some)):
                 return False
             some = some.args[0]
-    return bool(choices)
+    return bool(predicate.users)
 
 
 def _answer(chain: list[fx.Node], count: int) -> bool:
@@ -115,7 +107,7 @@ def _masks_of(put: fx.Node) -> Iterator[fx.Node]:
     places: list[Any] = []
     if put.target is aten.index_put.default:
         places = [x for x in arguments(put)["indices"] if x is not None]
-    elif put.target in _PUTS_AT_PLACES:
+    elif put.target in INTO_ALONG:
         places = [arguments(put)["index"]]
     for x in places:
         if x.meta["val"].dtype in MASKS:

@@ -16,6 +16,12 @@ from autoparallel.rules.calls import MASKS, is_tensor
 
 aten = torch.ops.aten
 
+INTO_ALONG = (
+    aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar, aten.scatter_add.default,
+    aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter_reduce.two,
+)  # fmt: skip
+"""What writes rows into its first operand, at places along a dim."""
+
 
 class MixedRows(Exception):
     """It cannot be shown that a call leaves rows alone."""

@@ -27,7 +27,7 @@ from autoparallel.placements import Partial, Shard
 from autoparallel.placements.modes import Mode
 from autoparallel.rules.calls import CASTS, MASKS, arguments, dims_of, shape_of, tensor_operands
 from autoparallel.rules.core import Rule, dim_names, dimwise
-from autoparallel.rules.flat_calls import FlatCall, MixedRows, either
+from autoparallel.rules.flat_calls import INTO_ALONG, FlatCall, MixedRows, either
 from autoparallel.rules.localize import LocalCall
 from autoparallel.rules.shapes import expression
 from autoparallel.rules.table import TRANSFORMS
@@ -46,10 +46,6 @@ _CREATORS = (
     aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
 )  # fmt: skip
 _ALONG = (aten.index_select.default, aten.gather.default)
-_INTO_ALONG = (
-    aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar, aten.scatter_add.default,
-    aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter_reduce.two,
-)  # fmt: skip
 _NEED_ROWS = (*TRANSFORMS, aten.stft.default, aten.pixel_shuffle.default, aten.pixel_unshuffle.default)
 """What torch cannot do, or not differentiate, for no rows, which a rank may have of those that are selected."""
 
@@ -199,7 +195,7 @@ class _Follower:
         elif node.target is either:
             for result in node.args[1:]:
                 self.require(result, value)
-        elif node.target in (*_INTO_ALONG, aten.index_put.default):
+        elif node.target in (*INTO_ALONG, aten.index_put.default):
             self.require(node.args[0], value)
         else:
             rule = self._rule(node)
@@ -228,7 +224,7 @@ class _Follower:
             raise MixedRows
         if (follow := _FOLLOW.get(node.target)) is not None:
             return follow(self, node)
-        if node.target in (*_ALONG, *_INTO_ALONG):
+        if node.target in (*_ALONG, *INTO_ALONG):
             return self._follow_places(node)
         is_for_rows = node.target is aten.expand.default and self._cut(node.args[0]) is None
         return self._follow_creation(node) if is_for_rows or node.target in _CREATORS else self._by_rule(node)

@@ -20,8 +20,10 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autoparallel import operators
+from autoparallel._torch.export import free_unbacked_symbols
 from autoparallel.passes.canonicalize_operators import CLASS_LOSSES
 from autoparallel.passes.emitter import Emitter, replace_node
 from autoparallel.passes.weigh_loss import is_same, vanishes
@@ -32,11 +34,7 @@ from autoparallel.rules.table import LOSSES
 aten = torch.ops.aten
 
 
-UnknownSizes = Callable[[fx.Node], set[Any]]
-"""The symbols of a value that are known only when the program runs."""
-
-
-def count_by_masks(graph: fx.Graph, unknown_sizes: UnknownSizes) -> None:
+def count_by_masks(graph: fx.Graph) -> None:
     """Rewrites a functional trace in place."""
     calls = [
         node
@@ -45,18 +43,23 @@ def count_by_masks(graph: fx.Graph, unknown_sizes: UnknownSizes) -> None:
         if any(map(unknown_sizes, node.all_input_nodes))
     ]
     if calls:
-        masks = _masks(graph, unknown_sizes)
+        masks = _masks(graph)
         for node in calls:
             result = _REWRITES[node.target](Emitter(node), node, masks)
             if result is not None:
                 replace_node(node, result)
 
 
+def unknown_sizes(node: fx.Node) -> set[Any]:
+    """The symbols of a value that are known only when the program runs."""
+    return {s for value in pytree.tree_leaves(node.meta.get("val")) for s in free_unbacked_symbols(value)}
+
+
 Masks = dict[sympy.Symbol, fx.Node]
 """The mask whose truths a size counts, by that size."""
 
 
-def _masks(graph: fx.Graph, unknown_sizes: UnknownSizes) -> Masks:
+def _masks(graph: fx.Graph) -> Masks:
     """The masks of sizes, but where a call puts rows beside those of another mask: there eager takes one row for all,
     and the trace has one size for both."""
     masks: Masks = {}

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import free_unbacked_symbols
 from autoparallel.capture.functional.inner_graphs import inner_graph, insert_call, obstacle_in
-from autoparallel.capture.functional.row_counts import count_by_masks
+from autoparallel.capture.functional.row_counts import count_by_masks, unknown_sizes
 from autoparallel.capture.functional.sizes import Sizes
 from autoparallel.capture.refusals.refusals import KEEP_ALL_ROWS
 from autoparallel.graph.errors import CaptureError, refusal
@@ -55,13 +55,13 @@ def group_selections(program: ExportedProgram, by_numbers: bool = False) -> None
         CaptureError: where what no graph of a call can do is made of it.
     """
     graph = program.graph
-    symbols = {s for node in graph.nodes if _selects(node) for s in _unknown_sizes(node)}
+    symbols = {s for node in graph.nodes if _selects(node) for s in unknown_sizes(node)}
     if by_numbers:
         sized = [node for node in graph.nodes if node.op == "call_function" and _is_sized_by_values(node)]
-        symbols |= {s for node in sized for x in (node, *node.all_input_nodes) for s in _unknown_sizes(x)}
-        symbols -= {s for node in graph.find_nodes(op="placeholder") for s in _unknown_sizes(node)}
+        symbols |= {s for node in sized for x in (node, *node.all_input_nodes) for s in unknown_sizes(x)}
+        symbols -= {s for node in graph.find_nodes(op="placeholder") for s in unknown_sizes(node)}
     if symbols or any(map(selects_rows, graph.nodes)):
-        count_by_masks(graph, _unknown_sizes)
+        count_by_masks(graph)
         inputs = graph.find_nodes(op="placeholder")
         mark_differentiable(graph, {x.name for x in inputs if getattr(x.meta.get("val"), "requires_grad", False)})
         sizes_of = Sizes(program)
@@ -77,12 +77,7 @@ def _selects(node: fx.Node) -> bool:
 def _is_sized_by_values(node: fx.Node) -> bool:
     """Whether a call gives a tensor of which only values tell a size."""
     is_of_tensors = any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(node.meta.get("val")))
-    return _selects(node) or is_of_tensors and bool(_unknown_sizes(node))
-
-
-def _unknown_sizes(node: fx.Node) -> set[Any]:
-    """The symbols of a value that are known only when the program runs."""
-    return {s for value in pytree.tree_leaves(node.meta.get("val")) for s in free_unbacked_symbols(value)}
+    return _selects(node) or is_of_tensors and bool(unknown_sizes(node))
 
 
 @dataclass(eq=False)
@@ -105,7 +100,7 @@ def _groups(graph: fx.Graph, symbols: set[Any]) -> Iterator[_Group]:
     """The groups of calls with what unknown sizes lead to, each with all that lies between two of its calls."""
     nodes = list(graph.nodes)
     places = {node: place for place, node in enumerate(nodes)}
-    unsized = {node for node in nodes if node.op != "output" and symbols & _unknown_sizes(node)}
+    unsized = {node for node in nodes if node.op != "output" and symbols & unknown_sizes(node)}
     group_of: dict[fx.Node, _Group] = {}
 
     def put(node: fx.Node, group: _Group) -> None:
@@ -168,12 +163,11 @@ def _replace(group: _Group, sizes: Sizes) -> None:
         open_sizes = [sizes if of else None for of, sizes in zip(of_rows, expected, strict=True)]
         _require_sizes(inner, open_sizes, operands, line_of(first))
         is_packed = len(results) > 1 and _may_be_packed(results)
-        if is_packed:
-            _pack(inner)
+        pack = [_pack(inner)] if is_packed else []
         target, arguments = control_operator(SELECTION, [inner, tuple(operands)], len(results) == 1 or is_packed)
         for result, shape in zip(results, expected, strict=True):
             result.meta["val"] = _stand_in_for(result.meta["val"], shape)
-        values = [_value_of_pack(results)] if is_packed else [result.meta["val"] for result in results]
+        values = pack or [result.meta["val"] for result in results]
         items = insert_call(last, target, arguments, values, marks_of(first))
         if is_packed:
             items = _unpack(items[0], results)
@@ -213,21 +207,17 @@ def _is_number(result: fx.Node) -> bool:
     return bool(value.dtype.is_floating_point or is_count)
 
 
-def _pack(inner: fx.GraphModule) -> None:
-    """Has a graph give its results as one tensor: rules speak of operators with one."""
+def _pack(inner: fx.GraphModule) -> torch.Tensor:
+    """Has a graph give its results as one tensor, and gives that: rules speak of operators with one."""
     output = inner.graph.output_node()
     results: Any = output.args[0]
-    value = _value_of_pack(results)
+    dtypes = {result.meta["val"].dtype for result in results}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
     emit = Emitter(output)
-    stacked = emit(aten.stack.default, [emit.cast(result, value.dtype) for result in results])
+    stacked = emit(aten.stack.default, [emit.cast(result, dtype) for result in results])
     output.args = ((stacked,),)
     inner.recompile()
-
-
-def _value_of_pack(results: Sequence[fx.Node]) -> torch.Tensor:
-    dtypes = {result.meta["val"].dtype for result in results}
-    value: torch.Tensor = results[0].meta["val"].new_empty([len(results)])
-    return value if len(dtypes) == 1 else value.double()
+    return emit.value(stacked)
 
 
 def _unpack(call: fx.Node, results: Sequence[fx.Node]) -> list[fx.Node]:
