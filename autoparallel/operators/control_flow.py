@@ -101,7 +101,8 @@ def require_sizes(x: Tensor, sizes: Sequence[int], line: str) -> Tensor:
     """
     if _has_values(x) and tuple(x.shape) != tuple(sizes):
         raise RuntimeError(
-            f"a tensor's values select the sizes {[*x.shape]} at {line}, where the model goes on with {[*sizes]}"
+            f"a tensor's values select the sizes {[*x.shape]} at {line}, where the model goes on with {[*sizes]}\n"
+            "What to change: select as many rows as that; one row that stands for all is rows.sum(0) or rows.mean(0)"
         )
     return x
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from autoparallel.capture.attempt import ON_SELECTED
 from autoparallel.graph.captured import Captured
 from autoparallel.operators.control_flow import inner_graphs, is_selection
 from tests.captures import captured
-from tests.runtime.support import mesh_of, run_on_ranks
+from tests.runtime.support import mesh_of, run_on_ranks, whole
 
 
 class Selects(nn.Module):
@@ -219,3 +220,56 @@ def test_rows_of_which_each_keeps_some_leave_the_batch_open(caplog: pytest.LogCa
     for rows in (4, 6, 5):
         assert model(torch.randn(rows, 8, 8)).shape == (rows, 4, 8)
     assert "once more" not in caplog.text
+
+
+class Contrasts(Selects):
+    """Rows of two masks beside each other."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.down(self.up(x).relu())
+        return self.contrast(h[x[:, 0] > 0], h[x[:, 0] < 0])
+
+    def contrast(self, few: Tensor, many: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def _by_number(few: Tensor, many: Tensor) -> Tensor:
+    distance = (few - many).square()
+    return distance.sum() / distance.shape[0]
+
+
+def _later(few: Tensor, many: Tensor) -> Tensor:
+    both = few * many
+    return F.mse_loss(both, many.exp()) + F.l1_loss(few.exp(), both)
+
+
+@pytest.mark.parametrize(
+    ("contrast", "broadcasts"),
+    [
+        (lambda few, many: (few - many).square().mean(), True),
+        (lambda few, many: F.mse_loss(few * many, many), True),
+        (F.mse_loss, False),
+        (_by_number, False),
+        (_later, False),
+        (lambda few, many: torch.cdist(few, many).sum() / few.shape[0], True),
+    ],
+    ids=["of each", "loss of all", "loss", "number", "later", "pairs"],
+)
+def test_one_row_for_all_is_as_in_eager_or_refused(contrast: Any, broadcasts: bool) -> None:
+    class Contrast(Contrasts):
+        def contrast(self, few: Tensor, many: Tensor) -> Tensor:
+            return contrast(few, many)
+
+    plain = Contrast().double()
+    model = autoparallel.compile(copy.deepcopy(plain))
+    pairs, one = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
+    pairs[:, 0], one[:, 0] = torch.tensor([1, 1, -1, -1]), torch.tensor([-1, 1, -1, -1])
+    for inputs in (pairs, one) if broadcasts else (pairs,):
+        ours, theirs = model(inputs), plain(inputs)
+        assert torch.allclose(ours, theirs, rtol=1e-12)
+        ours.backward(), theirs.backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(whole(p.grad), q.grad, rtol=1e-12)
+    if not broadcasts:
+        with pytest.raises(RuntimeError, match=r"test_selections\.py.*(\n.*)*one row that stands for all"):
+            model(one)

@@ -7,8 +7,8 @@
 - ``outputs``: says which output is the loss.
 - ``ways``: those that a call may take by a tensor's value, as one program; ``detours``: all of them, where some meet
   before the end; ``way_graphs``: what is read of their graphs; ``returned_numbers``: numbers that both return.
-- ``selections``: what is made of as many rows as values select; ``row_counts``: how many, as
-  their masks count them; ``inner_graphs``: how it, and a way, become one call.
+- ``selections``: what is made of as many rows as values select; ``row_checks``: whether two masks select as many;
+  ``row_counts``: how many, as their masks count them; ``inner_graphs``: how it, and a way, become one call.
 - ``sizes``: as expressions of those of the inputs, each computed once.
 - ``layers``: those that repeat, traced once.
 - ``devices``: where it was traced, forgotten.

@@ -65,7 +65,7 @@ def _masks(graph: fx.Graph) -> Masks:
     masks: Masks = {}
     others: set[sympy.Symbol] = set()
     for node in graph.nodes:
-        size, mask = _selected_by(node)
+        size, mask = selected_by(node)
         if mask is not None and not is_same(masks.setdefault(size, mask), mask, {}):
             others.add(size)
         read = {symbol for x in node.all_input_nodes if is_tensor(x) for symbol in unknown_sizes(x)}
@@ -76,7 +76,7 @@ def _masks(graph: fx.Graph) -> Masks:
     return {size: mask for size, mask in masks.items() if size not in others}
 
 
-def _selected_by(node: fx.Node) -> tuple[sympy.Expr, fx.Node | None]:
+def selected_by(node: fx.Node) -> tuple[sympy.Expr, fx.Node | None]:
     """How many rows a call selects, and by which mask; none where that is not all it goes by."""
     mask: Any = None
     dim = 0

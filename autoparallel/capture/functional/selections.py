@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import free_unbacked_symbols
 from autoparallel.capture.functional.inner_graphs import inner_graph, insert_call, obstacle_in
+from autoparallel.capture.functional.row_checks import require_as_many
 from autoparallel.capture.functional.row_counts import count_by_masks, unknown_sizes
 from autoparallel.capture.functional.sizes import Sizes
 from autoparallel.capture.refusals.refusals import KEEP_ALL_ROWS
@@ -61,6 +62,7 @@ def group_selections(program: ExportedProgram, by_numbers: bool = False) -> None
         symbols |= {s for node in sized for x in (node, *node.all_input_nodes) for s in unknown_sizes(x)}
         symbols -= {s for node in graph.find_nodes(op="placeholder") for s in unknown_sizes(node)}
     if symbols or any(map(selects_rows, graph.nodes)):
+        require_as_many(graph)
         count_by_masks(graph)
         inputs = graph.find_nodes(op="placeholder")
         mark_differentiable(graph, {x.name for x in inputs if getattr(x.meta.get("val"), "requires_grad", False)})
