@@ -7,6 +7,10 @@ calls. Starting the next one anew costs each rank several seconds of importing t
 Ranks that are forked from one process share the seed of Python's hashes, and with it the order of every set of
 strings: whatever depends on that order would look the same on all ranks. So every rank has a template of its own, and
 ranks differ in their seeds as processes do that are started one by one.
+
+[Note: what a worker leaves]
+A worker writes its standard error to a file, of which the end is shown where the worker dies of a signal: what C++ said
+before it gave up, and the C++ stack of the thread at fault, which may be one of gloo's and no thread of Python's.
 """
 
 from __future__ import annotations
@@ -16,10 +20,13 @@ import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # What every worker imports by its first call of a compiled model. None of it starts a thread or uses autograd.
@@ -32,7 +39,10 @@ class Worker:
     def __init__(self, template: multiprocessing.connection.Connection, function: Callable[..., None], *args: Any):
         self.exitcode: int | None = None
         self._template = template
-        template.send((function, args))
+        descriptor, path = tempfile.mkstemp(prefix="autoparallel-worker-")
+        os.close(descriptor)
+        self._errors = Path(path)
+        template.send((function, args, path))
         self.pid: int = template.recv()
 
     def is_alive(self) -> bool:
@@ -42,7 +52,14 @@ class Worker:
                 self.exitcode = self._template.recv()
             except (EOFError, OSError):  # the template has ended, and with it the way to ask
                 self.exitcode = -signal.SIGKILL
+            if self.exitcode is not None:
+                self._end()
         return self.exitcode is None
+
+    def _end(self) -> None:
+        if self.exitcode not in (0, -signal.SIGKILL):
+            print(at_fault(self._errors.read_text(errors="replace")), file=sys.stderr)
+        self._errors.unlink()
 
     def join(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -70,6 +87,12 @@ _context = multiprocessing.get_context("spawn")
 _templates: list[multiprocessing.connection.Connection] = []  # they end where these are closed, with this process
 
 
+def at_fault(errors: str) -> str:
+    """The end of what a process has written to its standard error; of its C++ stacks, that of the thread at fault."""
+    before, *stacks = re.split(r"(?m)^(?=SIG[A-Z]+\(\d+\), PID: )", errors)
+    return "".join([before[-4000:], *(stack for stack in stacks if "FatalSignalHandler::fatalSignalHandler" in stack)])
+
+
 def _serve(connection: multiprocessing.connection.Connection) -> None:
     """A template's life: import, then fork and tell of processes that have ended."""
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -84,10 +107,12 @@ def _serve(connection: multiprocessing.connection.Connection) -> None:
             pid, status = os.waitpid(asked, os.WNOHANG)
             connection.send(os.waitstatus_to_exitcode(status) if pid else None)
             continue
-        function, args = asked
+        function, args, errors = asked
         pid = os.fork()
         if pid == 0:
             connection.close()
+            os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND), 2)
+            importlib.import_module("torch._C")._set_print_stack_traces_on_fatal_signal(True)
             function(*args)
             os._exit(0)
         del asked, args  # with the worker's end of its pipe, which must be held by the worker alone

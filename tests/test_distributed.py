@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -45,6 +46,13 @@ def abort_on(rank: int) -> None:
     if dist.get_rank() == rank:
         os.abort()
     dist.barrier()
+
+
+def fault_in_a_thread() -> None:
+    """A thread that is none of Python's reads from address 0."""
+    libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+    libc.pthread_create(ctypes.byref(thread), None, libc.strlen, None)
+    time.sleep(60)
 
 
 def hang_on(rank: int) -> None:
@@ -112,6 +120,12 @@ class TestErrors:
         with pytest.raises(ProcessError, match="SIGABRT"):
             run_distributed(abort_on, 1, world_size=2)
         assert run_distributed(sum_of_ranks, 0, world_size=2)[0].item() == 1.0
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="torch prints C++ stacks there alone")
+    def test_a_fault_in_a_thread_of_another_language_is_shown(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(ProcessError, match=r"Died: .*SIGSEGV"):
+            run_distributed(fault_in_a_thread, world_size=1)
+        assert capsys.readouterr().err.count("Thread ") == 1
 
     def test_time_out_tells_where_it_hangs(self) -> None:
         with pytest.raises(ProcessError, match="no answer within 2 s") as caught:
