@@ -9,8 +9,8 @@ strings: whatever depends on that order would look the same on all ranks. So eve
 ranks differ in their seeds as processes do that are started one by one.
 
 [Note: what a worker leaves]
-A worker writes its standard error to a file, of which the end is shown where the worker dies of a signal: what C++ said
-before it gave up, and the C++ stack of the thread at fault, which may be one of gloo's and no thread of Python's.
+A worker writes its standard error to a file, of which the end is a warning where the worker dies: what C++ said before
+it gave up, and the C++ stack of the thread at fault, which may be one of gloo's and no thread of Python's.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ class Worker:
 
     def _end(self) -> None:
         if self.exitcode not in (0, -signal.SIGKILL):
-            print(at_fault(self._errors.read_text(errors="replace")), file=sys.stderr)
+            text = at_fault(self._errors.read_text(errors="replace"))
+            warnings.warn(f"a worker died (exit code {self.exitcode}); it left:\n{text}", stacklevel=2)
         self._errors.unlink()
 
     def join(self, timeout: float) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,11 +50,15 @@ def abort_on(rank: int) -> None:
     dist.barrier()
 
 
-def fault_in_a_thread() -> None:
-    """A thread that is none of Python's reads from address 0."""
-    libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
-    libc.pthread_create(ctypes.byref(thread), None, libc.strlen, None)
-    time.sleep(60)
+def fault_in_a_thread(folder: str, times: int) -> str:
+    """A thread that is none of Python's reads from address 0, as often."""
+    call = len(os.listdir(folder))
+    Path(folder, str(call)).touch()
+    if call < times:
+        libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+        libc.pthread_create(ctypes.byref(thread), None, libc.strlen, None)
+        time.sleep(60)
+    return "made"
 
 
 def hang_on(rank: int) -> None:
@@ -116,16 +122,19 @@ class TestErrors:
         assert time.monotonic() - start < 40
         assert run_distributed(sum_of_ranks, 0, world_size=2)[0].item() == 1.0
 
+    @pytest.mark.filterwarnings("ignore:a worker died")
     def test_abort_is_reported_and_the_next_call_works(self) -> None:
         with pytest.raises(ProcessError, match="SIGABRT"):
             run_distributed(abort_on, 1, world_size=2)
         assert run_distributed(sum_of_ranks, 0, world_size=2)[0].item() == 1.0
 
     @pytest.mark.skipif(sys.platform != "linux", reason="torch prints C++ stacks there alone")
-    def test_a_fault_in_a_thread_of_another_language_is_shown(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(ProcessError, match=r"Died: .*SIGSEGV"):
-            run_distributed(fault_in_a_thread, world_size=1)
-        assert capsys.readouterr().err.count("Thread ") == 1
+    @pytest.mark.parametrize("faults", [1, 2])
+    def test_a_fault_beside_python_is_shown_and_the_call_made_again(self, faults: int, tmp_path: Path) -> None:
+        ends = pytest.raises(ProcessError, match=r"Died: .*SIGSEGV") if faults == 2 else contextlib.nullcontext()
+        with pytest.warns(UserWarning, match=r"a worker died \(exit code -11\)") as caught, ends:
+            assert run_distributed(fault_in_a_thread, str(tmp_path), faults, world_size=1) == ["made"]
+        assert [str(x.message).count("Thread ") for x in caught if "a worker" in str(x.message)] == [1] * faults
 
     def test_time_out_tells_where_it_hangs(self) -> None:
         with pytest.raises(ProcessError, match="no answer within 2 s") as caught:
