@@ -71,6 +71,16 @@ class Scores(Masked):
         return {"loss": F.cross_entropy(logits, labels[mask]), "right": right}
 
 
+class AddsUp(Masked):
+    """Means over other numbers of the same rows, both trained."""
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        mask = labels >= SMALLEST
+        logits = self.head(rows := x[mask])
+        sharp = logits.logsumexp(-1).square().mean()
+        return F.cross_entropy(logits, labels[mask], self.importance) + 0.1 * sharp + rows.abs().mean()
+
+
 class OneAgainstMany(Masked):
     """The first row against each that is selected; which mask selects one, no trace tells."""
 
@@ -90,7 +100,7 @@ class TwoLosses(Masked):
 
 
 MODELS: dict[str, type[Masked]] = {
-    "masked": Masked, "places": Places, "regresses": Regresses, "counts": Counts, "scores": Scores,
+    "masked": Masked, "places": Places, "regresses": Regresses, "counts": Counts, "scores": Scores, "adds": AddsUp,
     "one against many": OneAgainstMany, "two losses": TwoLosses,
 }  # fmt: skip
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -137,9 +147,12 @@ def _train(name: str, way: str) -> tuple[list[float], list[tuple[str, float]]]:
 
 _OF_ALL_ROWS = ("one against many", "two losses")
 CASES = [
-    (way, name) for way in WAYS for name in MODELS if way != "microbatches" or name not in (*_OF_ALL_ROWS, "scores")
+    (way, name)
+    for way in WAYS
+    for name in MODELS
+    if way != "microbatches" or name not in (*_OF_ALL_ROWS, "scores", "adds")
 ]
-"""All but those of microbatches that give something beside a loss, or compare rows."""
+"""All but those of microbatches that give something beside a loss, compare rows, or add up means over other numbers."""
 
 
 @pytest.mark.wide_where(lambda way, name: (way, name) not in (("sharded", "masked"), ("microbatches", "places")))

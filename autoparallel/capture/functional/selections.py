@@ -195,9 +195,18 @@ def _sized_as(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _may_be_packed(results: list[fx.Node]) -> bool:
-    """Whether results, as a sum over rows and counts of them are, are numbers that one dtype holds, of which one alone
-    has a gradient: another would have one of zero where nothing is made of it."""
-    return all(map(_is_number, results)) and sum(map(flows, results)) < 2
+    """Whether results, as sums over rows and counts of them are, are numbers that one dtype holds, and what has a
+    gradient of one has one of all: else another would have one of zero where nothing is made of it."""
+    return all(map(_is_number, results)) and _flow_together(results[0].graph, [x for x in results if flows(x)])
+
+
+def _flow_together(graph: fx.Graph, results: list[fx.Node]) -> bool:
+    """Whether each output is made of all results, or of none, as far as gradients flow."""
+    made_of: dict[fx.Node, set[fx.Node]] = {result: {result} for result in results}
+    for node in graph.nodes if len(results) > 1 else ():
+        if node not in made_of and node.op == "call_function" and flows(node):
+            made_of[node] = {result for x in node.all_input_nodes for result in made_of.get(x, ())}
+    return all(len(made_of.get(x, ())) in (0, len(results)) for x in graph.output_node().all_input_nodes)
 
 
 def _is_number(result: fx.Node) -> bool:
