@@ -50,8 +50,8 @@ _RESUMED = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 def _asks_alone(frame: FrameType, expression: ast.AST) -> bool:
     """Whether nothing but the answer follows where a frame asks."""
     instruction = next(x for x in dis.get_instructions(frame.f_code) if x.offset == frame.f_lasti)
-    if instruction.opname.startswith(("POP_JUMP", "TO_BOOL", "UNARY_NOT")):
-        return True
+    if instruction.opname.startswith(("POP_JUMP", "TO_BOOL", "UNARY_NOT")) or instruction.argrepr.startswith("bool("):
+        return True  # from 3.13 on, a comparison may ask for what it gives
     function = expression.func if isinstance(expression, ast.Call) else None
     return isinstance(function, ast.Attribute) and function.attr in _ASKING or _name_of(function) == "bool"
 
