@@ -34,15 +34,12 @@ from autoparallel.operators.control_flow import SELECTION, control_operator, goe
 from autoparallel.passes.emitter import Emitter
 from autoparallel.passes.mark_gradients import flows, mark_differentiable
 from autoparallel.rules.calls import is_tensor, selects_rows, shape_of
+from autoparallel.rules.flat_calls import INTO_ALONG
 from autoparallel.rules.shapes import expression
 
 aten = torch.ops.aten
 
-_SIZED_AS_FIRST = (
-    aten.index_put.default, aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar,
-    aten.scatter_add.default, aten.scatter.src, aten.scatter.value, aten.scatter_reduce.two,
-    aten.masked_scatter.default,
-)  # fmt: skip
+_SIZED_AS_FIRST = (*INTO_ALONG, aten.index_put.default, aten.masked_scatter.default)
 """What rows are put into, which has the sizes that it had before."""
 
 
