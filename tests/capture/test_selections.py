@@ -252,8 +252,9 @@ def _later(few: Tensor, many: Tensor) -> Tensor:
         (_by_number, False),
         (_later, False),
         (lambda few, many: torch.cdist(few, many).sum() / few.shape[0], True),
+        (lambda few, many: (few[:, None] - many[None]).square().sum() / few.shape[0], True),
     ],
-    ids=["of each", "loss of all", "loss", "number", "later", "pairs"],
+    ids=["of each", "loss of all", "loss", "number", "later", "pairs", "pairs by hand"],
 )
 def test_one_row_for_all_is_as_in_eager_or_refused(contrast: Any, broadcasts: bool) -> None:
     class Contrast(Contrasts):

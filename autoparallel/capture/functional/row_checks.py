@@ -8,8 +8,8 @@ Before (masks select rows of h and of y):
     index = aten.index(h, [mask]);  index_1 = aten.index(y, [other]);  loss = aten.mse_loss(index, index_1)
 After:
     index = aten.index(h, [mask]);  index_1 = aten.index(y, [other])
-    sym_size = aten.sym_size(index, 0);  sym_size_1 = aten.sym_size(index_1, 1)
-    require_sizes = require_sizes(index_1, [sym_size, sym_size_1], line);  loss = aten.mse_loss(index, require_sizes)
+    sym_size = aten.sym_size(index, 0);  require_sizes = require_sizes(index_1, [sym_size, 16], line)
+    loss = aten.mse_loss(index, require_sizes)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoparallel._torch.export import free_unbacked_symbols
 from autoparallel.capture.functional.row_counts import selected_by, unknown_sizes
 from autoparallel.graph.lines import line_of
 from autoparallel.operators.control_flow import require_sizes
@@ -26,8 +27,6 @@ from autoparallel.passes.emitter import Emitter
 from autoparallel.passes.weigh_loss import is_same
 from autoparallel.rules.calls import is_tensor, shape_of
 from autoparallel.rules.table import LOSSES
-
-aten = torch.ops.aten
 
 Sources = dict[fx.Node, dict[Any, None]]
 """What the rows of a value were selected by: masks, and sizes that have none."""
@@ -42,11 +41,11 @@ def require_as_many(graph: fx.Graph) -> None:
         is_loss = node.target in LOSSES
         if not is_loss and torch.Tag.pointwise not in getattr(node.target, "tags", ()):
             continue
-        first, *others = [x for x in node.all_input_nodes if is_tensor(x) and sources.get(x)] or [node]
-        for x in others:
-            is_asked = bool(numbers & (unknown_sizes(first) | unknown_sizes(x)))
-            if (is_loss or is_asked) and not _are_alike(sources[first], sources[x]):
-                _require(node, first, x)
+        rows = [x for x in node.all_input_nodes if is_tensor(x) and x in sources]
+        for x in rows[1:]:
+            is_asked = bool(numbers & (unknown_sizes(rows[0]) | unknown_sizes(x)))
+            if (is_loss or is_asked) and not _are_alike(sources[rows[0]], sources[x]):
+                _require(node, rows[0], x)
 
 
 def _sources(graph: fx.Graph) -> Sources:
@@ -66,12 +65,15 @@ def _are_alike(these: dict[Any, None], those: dict[Any, None]) -> bool:
 
 
 def _require(node: fx.Node, first: fx.Node, x: fx.Node) -> None:
-    """Has an operand of a call have as many rows as the first one."""
+    """Has an operand of a call have as many rows as the first one, in the dims that lie on each other."""
     emit = Emitter(node)
-    sizes = [emit.size(x, dim) for dim in range(len(shape_of(x)))]
-    for dim in range(-1, -1 - min(len(sizes), len(shape_of(first))), -1):
-        if not isinstance(sizes[dim], int) and unknown_sizes(sizes[dim]):
-            sizes[dim] = emit.size(first, dim % len(shape_of(first)))
+    of_first = shape_of(first)
+    before = len(of_first) - len(shape_of(x))
+    sizes = []
+    for dim, size in enumerate(shape_of(x)):
+        at = before + dim
+        meets = at >= 0 and free_unbacked_symbols(size) and free_unbacked_symbols(of_first[at])
+        sizes.append(emit.size(first, at) if meets else emit.size(x, dim))
     with node.graph.inserting_before(node):
         rows = node.graph.call_function(require_sizes, (x, sizes, line_of(node)))
     rows.meta = dict(x.meta)
