@@ -65,16 +65,16 @@ def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | Non
         return weight
     assert captured.objective is not None
     loss = captured.results[captured.objective]
-    count = None if weight.output is None else captured.results[weight.output]
+    counts = [captured.results[i] for i in weight.outputs]
     names = zip(captured.inputs, specs, strict=True)
     batched = {name: spec for name, spec in names if name is not None and isinstance(spec, InputSpec) and spec.batch}
-    needed = ancestors(captured.graph, {loss} if count is None else {loss, count})
+    needed = ancestors(captured.graph, {loss, *counts})
     walk = _Walk(
-        captured.graph, captured.batches, batched, loss, terms_of(loss, {x for x in captured.inputs if x}), count
+        captured.graph, captured.batches, batched, loss, terms_of(loss, {x for x in captured.inputs if x}), counts
     )
     walk.through(needed)
     reason = next(iter(walk.problems.values()), "") or next(
-        filter(None, (_problem(walk, weight, count, term) for term in walk.terms)), ""
+        filter(None, (_problem(walk, weight, term) for term in walk.terms)), ""
     )
     open_sizes = all(captured.is_batch(shape_of(x)[0]) for x in captured.graph.nodes if x.name in batched)
     rows = {spec.shape[0] // spec.batch for spec in batched.values()}
@@ -83,14 +83,24 @@ def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | Non
         reason += captured.why_fixed
     if reason:
         return replace(weight, kind="unknown", reason=reason)
-    kind = weight.kind if weight.output is not None or captured.is_batch(weight.size) or not open_sizes else "sum"
+    kind, *others = {_kind(captured, walk, x) if open_sizes or x.output is not None else x.kind for x in weight.each}
+    if others:
+        return replace(weight, kind="unknown")
     if walk.constant is not None and (kind == "sum" or walk.clamps):
         reason = (
             f"{_key(walk.constant)} adds what is the same however many rows there are, and to a sum, or a mean of none"
         )
         return replace(weight, kind="unknown", reason=reason)
-    from_call = count is not None and walk.placements[count] == Invariant
+    from_call = any(walk.placements[count] == Invariant for count in counts)
     return replace(weight, kind=kind, from_call=from_call, mixes=walk.mixes)
+
+
+def _kind(captured: Captured, walk: _Walk, weight: LossWeight) -> str:
+    """A mean over what is the same number however many rows there are is a sum over rows."""
+    if weight.output is None:
+        return weight.kind if captured.is_batch(weight.size) else "sum"
+    same = walk.placements[captured.results[weight.output]] == Invariant
+    return "sum" if same and not weight.returned else weight.kind
 
 
 def follow_results(captured: Captured, specs: Sequence[Any], statistics: Collection[str]) -> None:
@@ -102,11 +112,11 @@ def follow_results(captured: Captured, specs: Sequence[Any], statistics: Collect
         statistics: the buffers of batch norms, which take the statistics of a microbatch.
     """
     changed = captured.mutated
-    left = {i for i, path in enumerate(changed) if path in statistics} | {captured.objective, captured.weight_output}
+    left = {i for i, path in enumerate(changed) if path in statistics} | {captured.objective, *captured.weight_outputs}
     results = {i: node for i, node in enumerate(captured.results) if i not in left}
     names = zip(captured.inputs, specs, strict=True)
     batched = [name for name, spec in names if name is not None and isinstance(spec, InputSpec) and spec.batch]
-    walk = _Walk(captured.graph, captured.batches, batched, None, (set(), []), None)
+    walk = _Walk(captured.graph, captured.batches, batched, None, (set(), []), [])
     names_of = captured.parameters | captured.buffers
     placeholders = {names_of.get(node.name, ""): node for node in captured.placeholders.values()}
     sums = [i for i in results if i < len(changed) and _adds_up_alone(results[i], placeholders[changed[i]])]
@@ -135,12 +145,12 @@ def _adds_up_alone(value: fx.Node, buffer: fx.Node) -> bool:
     return adds and len(value.all_input_nodes) == 2 and [*buffer.users] == [value] and len(value.users) == 1
 
 
-def _problem(walk: _Walk, weight: LossWeight, count: fx.Node | None, reduction: fx.Node) -> str:
+def _problem(walk: _Walk, weight: LossWeight, reduction: fx.Node) -> str:
     """Why a term of a loss, whose calls all leave rows apart, does not weigh what ``weigh_loss`` found; empty where it
     does."""
     operands = tensor_operands(reduction)
     cut = any(walk.placements[x].kind == "S" for x in operands)
-    if count is not None:
+    if (count := walk.count_of(reduction)) is not None:
         sums = walk.is_sum(operands[0]) and (walk.placements[count] == Invariant or walk.is_sum(count))
         return "" if sums else f"it is no quotient of two sums over rows, at {line_of(reduction)}"
     if weight.kind == "sum" or reduction.target is aten.div.Tensor:
@@ -148,7 +158,8 @@ def _problem(walk: _Walk, weight: LossWeight, count: fx.Node | None, reduction: 
             return f"{_key(reduction)} is of no sum over rows"
     elif not cut:
         return f"{_key(reduction)} is no mean over rows"
-    if weight.kind == "mean" and walk.is_batch(weight.size) and not walk.grows(weight.size):
+    sizes = [x.size for x in weight.each if x.kind == "mean" and x.output is None]
+    if any(walk.is_batch(size) and not walk.grows(size) for size in sizes):
         return f"{_key(reduction)} divides by what does not grow with the rows"
     return ""
 
@@ -170,7 +181,8 @@ class _Walk:
         between: the calls between them and the loss.
         answers: about rows of each microbatch, which may be other than that about those of the batch.
         constant: the first of these calls that adds what is the same for all rows.
-        clamps: what keeps zero from the divisor of that quotient.
+        counts: what quotients are divided by, as it is output.
+        clamps: what keeps zero from the divisors of quotients.
         means: those of the summands that are means over the rows of a microbatch.
         numbers: the values that count rows: microbatches may look up their rows with them, and nothing else.
         mixes: which call is the first of which it is only taken for granted that it leaves rows apart.
@@ -184,12 +196,14 @@ class _Walk:
         batched: Collection[str],
         loss: fx.Node | None,
         terms: tuple[set[fx.Node], list[fx.Node]],
-        count: fx.Node | None,
+        counts: Sequence[fx.Node],
     ) -> None:
         self.batches, self.batched, self.loss = batches, batched, loss
         self.between, self.terms = terms
         self.constant: fx.Node | None = None
-        self.clamps = [] if count is None else clamps_of(self.terms[0], count)
+        self.counts = counts
+        pairs = [(term, self.count_of(term)) for term in self.terms]
+        self.clamps = [clamp for term, count in pairs if count is not None for clamp in clamps_of(term, count)]
         self.placements: dict[fx.Node, Placement] = {}
         self.means: set[fx.Node] = set()
         self.numbers: set[fx.Node] = set()
@@ -216,6 +230,13 @@ class _Walk:
                     self.problems[node] = _explain_mixing(node)
                 else:
                     self.placements[node] = placement
+
+    def count_of(self, term: fx.Node) -> fx.Node | None:
+        """Which of the counts a term is divided by; None where it is none of them."""
+        divisor: Any = term.args[1] if len(term.args) > 1 else None
+        while isinstance(divisor, fx.Node) and divisor not in self.counts:
+            divisor = divisor.args[0] if divisor.args else None
+        return divisor if isinstance(divisor, fx.Node) else None
 
     def is_sum(self, node: fx.Node) -> bool:
         """Whether the values of microbatches add up to that of the batch."""

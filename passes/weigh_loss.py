@@ -1,8 +1,9 @@
 """Finds what the loss is a mean over, so that microbatches can be weighted by it.
 
 A loss that is a sum divided by what depends on the data (the number of valid tokens) gets its divisor as one more
-output of the graph, and a division whose gradient stays finite where there is nothing to count.  Means over as many are
-such a mean, too, when they are added up, also with terms that read no input, as weight decay.
+output of the graph, and a division whose gradient stays finite where there is nothing to count.  Means over as many, or
+over sizes of a fixed ratio, are such a mean, too, when they are added up, also with terms that read no input, as weight
+decay.  Of means over other numbers each has its own weight: whether those go together, microbatches will show.
 
 Before:
     div = aten.div(cross_entropy_sum, cross_entropy_weight)
@@ -16,8 +17,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -59,23 +62,49 @@ def weigh_loss(module: fx.GraphModule, loss: int, counted: bool, inputs: Collect
     """
     results: Any = module.graph.output_node().args[0]
     between, terms = terms_of(results[loss], inputs)
-    quotients = [term.target in _QUOTIENTS for term in terms]
-    if all(quotients):
-        divisors = [term.args[1] for term in terms]
-        if all(is_same(divisors[0], divisor, {}) for divisor in divisors[1:]):
-            alone = all(term in {*terms, *between} or term == 0 for node in between for term in _summands(node))
-            return _of_quotients(module.graph, terms, counted, alone)
-    elif not any(quotients):
-        first, *others = map(_of_term, terms)
-        if all((x.kind, expression(x.size)) == (first.kind, expression(first.size)) for x in others):
-            return first
+    groups: list[list[fx.Node]] = []
+    for term in terms:
+        group = next((group for group in groups if _weighs_alike(group[0], term, counted)), None)
+        groups.append([term]) if group is None else group.append(term)
+    weights = [_of_term(term, counted) for term, *_ in groups]
     where = line_of(max(terms))
-    return LossWeight("unknown", reason=f"it adds up what are not all sums, or means over the same number, at {where}")
+    if len({weight.kind for weight in weights}) > 1:
+        return LossWeight("unknown", reason=f"it adds up what are not all sums, or all means, at {where}")
+    alone = all(term in {*terms, *between} or term == 0 for node in between for term in _summands(node))
+    weights = [
+        _of_quotients(module.graph, group, alone and len(groups) == 1) if _is_counted(weight) else weight
+        for group, weight in zip(groups, weights, strict=True)
+    ]
+    first, *others = (replace(weight, returned=counted) for weight in weights)
+    if not others or first.kind != "mean":
+        return first
+    return replace(first, others=tuple(others), reason=f"it adds up means over different numbers, at {where}")
 
 
-def _of_term(node: fx.Node) -> LossWeight:
+def _weighs_alike(a: fx.Node, b: fx.Node, counted: bool) -> bool:
+    """Whether two terms of a loss weigh the same, but for a factor that is the same in all microbatches."""
+    one, other = _of_term(a, counted), _of_term(b, counted)
+    if one.kind != other.kind or one.kind == "unknown":
+        return False
+    if one.kind == "mean" and _is_counted(one) and _is_counted(other):
+        return is_same(a.args[1], b.args[1], {})
+    if one.kind == "sum" or _is_counted(one) or _is_counted(other):
+        return one.kind == "sum"
+    sizes = expression(one.size), expression(other.size)
+    return bool(sizes[0] == sizes[1]) or 0 not in sizes and sympy.simplify(sizes[0] / sizes[1]).is_number
+
+
+def _is_counted(weight: LossWeight) -> bool:
+    """Whether a mean is one over what depends on the data, which ``_of_quotients`` makes an output."""
+    return weight.kind == "mean" and weight.size is None
+
+
+def _of_term(node: fx.Node, counted: bool) -> LossWeight:
+    """What a term weighs; its size is None where that depends on the data."""
     if node.op != "call_function":
         return LossWeight("unknown", reason="it is not computed by the model")
+    if node.target in _QUOTIENTS:
+        return _of_quotient(node, counted)
     if node.target in (aten.mean.default, aten.mean.dim):
         return LossWeight("mean", size=math.prod(shape_of(node.all_input_nodes[0])))
     # What canonicalize_operators leaves of cross-entropies has probabilities as targets: a mean over rows.
@@ -128,7 +157,7 @@ def terms_of(loss: fx.Node, inputs: Collection[str]) -> tuple[set[fx.Node], list
     nodes = [node for node in loss.graph.nodes if node.name in inputs]
     reads = followers(loss.graph, {node for node in nodes if not node.users or not all(map(_is_number, node.users))})
     between: set[fx.Node] = set()
-    ends: dict[fx.Node, None] = {}
+    ends: set[fx.Node] = set()
     left = [loss]
     while left:
         *path, end = chain_of(left.pop())
@@ -136,10 +165,10 @@ def terms_of(loss: fx.Node, inputs: Collection[str]) -> tuple[set[fx.Node], list
         if end.target in ADDITIONS and not end.kwargs and not shape_of(end) and end not in between:
             terms = [x for x in end.args if isinstance(x, fx.Node) and x in reads]
         if not terms and end not in between:
-            ends[end] = None
+            ends.add(end)
         between.update(path, [end] if terms else [])
         left += terms
-    return between, list(ends)
+    return between, sorted(ends)
 
 
 def clamps_of(quotient: fx.Node, count: fx.Node) -> list[fx.Node]:
@@ -155,23 +184,27 @@ def _summands(node: fx.Node) -> tuple[Any, ...]:
     return node.args if node.target in ADDITIONS else ()
 
 
-def _of_quotients(graph: fx.Graph, nodes: list[fx.Node], counted: bool, alone: bool) -> LossWeight:
-    """What quotients weigh that are divided by the same.
-
-    Args:
-        alone: whether nothing else is added to them, of which a microbatch that weighs nothing must have none.
-    """
-    divisor: Any = next((x for x in graph.nodes if any(x is node.args[1] for node in nodes)), None)
-    totals = [node.args[0] for node in nodes]
-    if divisor is None or not all(isinstance(x, fx.Node) for x in totals) or divisor.meta.get("differentiable"):
+def _of_quotient(node: fx.Node, counted: bool) -> LossWeight:
+    total, divisor = node.args[:2]
+    if not (isinstance(total, fx.Node) and isinstance(divisor, fx.Node)) or divisor.meta.get("differentiable"):
         return LossWeight("unknown", reason="it is divided by what is trained")
     value = divisor.meta["val"]
     if not isinstance(value, torch.Tensor):
         return LossWeight("mean", size=value)
-    if value.ndim or any(x.meta["val"].ndim for x in totals):  # type: ignore[union-attr]
+    if value.ndim or total.meta["val"].ndim:
         return LossWeight("unknown", reason="it is divided by a tensor that is not a scalar")
     if _is_from_call(divisor) and not counted:
         return LossWeight("sum")  # an input divides the sum: the caller's own count, the same for all microbatches
+    return LossWeight("mean", size=None)
+
+
+def _of_quotients(graph: fx.Graph, nodes: list[fx.Node], alone: bool) -> LossWeight:
+    """What quotients weigh that are divided by the same, which depends on the data.
+
+    Args:
+        alone: whether nothing else is added to them, of which a microbatch that weighs nothing must have none.
+    """
+    divisor: Any = next(x for x in graph.nodes if any(x is node.args[1] for node in nodes))
     count, least = _strip_clamp(divisor)  # zero is all of it that a clamp keeps from a division
     by_zero = (
         count is None and alone and not all(x.target is operators.weighted_mean or vanishes(x.args[0]) for x in nodes)

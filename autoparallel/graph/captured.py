@@ -165,9 +165,9 @@ class Captured:
         return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     @property
-    def weight_output(self) -> int | None:
-        """The index of the output that holds what the loss weighs, where that depends on the data."""
-        return None if self.weight is None else self.weight.output
+    def weight_outputs(self) -> tuple[int, ...]:
+        """The indices of the outputs that hold what the loss weighs, where that depends on the data."""
+        return () if self.weight is None else self.weight.outputs
 
     @property
     def objective(self) -> int | None:

@@ -31,6 +31,9 @@ class LossWeight:
         by_zero: whether the plain model divides by 0 there.
         mixes: which call is the first of which it is only taken for granted that it leaves the rows of the batch
             apart; empty where there is none.
+        returned: whether the loss function returned it beside the sum, so that it is each microbatch's own.
+        others: the weights of the terms that are means over other numbers: the losses of microbatches are put together
+            by the first as long as these are the same multiples of it in all of them. ``reason`` says where they are.
     """
 
     kind: str
@@ -41,6 +44,18 @@ class LossWeight:
     least: float = 0.0
     by_zero: bool = False
     mixes: str = ""
+    returned: bool = False
+    others: tuple[LossWeight, ...] = ()
+
+    @property
+    def each(self) -> tuple[LossWeight, ...]:
+        """What each of its terms weighs."""
+        return self, *self.others
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The indices of the graph's outputs that hold weights."""
+        return tuple(weight.output for weight in self.each if weight.output is not None)
 
     def divisor(self, weight: Any) -> Any:
         """What the program divides the loss by, where it weighs ``weight``."""
@@ -49,7 +64,8 @@ class LossWeight:
     @property
     def problem(self) -> str:
         """Why the losses of parts of a batch cannot be put together to that of the batch; empty where they can."""
-        return f"it cannot be told what the loss is a mean over: {self.reason}" if self.kind == "unknown" else ""
+        unknown = self.kind == "unknown" or self.kind == "mean" and self.others
+        return f"it cannot be told what the loss is a mean over: {self.reason}" if unknown else ""
 
 
 def explain_ambiguity(count: int) -> str:

@@ -72,6 +72,10 @@ def regularised(out: Tensor, target: Tensor) -> Tensor:
     return token_mean(out, target) + 0.1 * out.square().mean()
 
 
+def contrasted(out: Tensor, target: Tensor) -> Tensor:
+    return token_mean(out, target) + out.square().sum()
+
+
 def clamped(out: Tensor, target: Tensor) -> Tensor:
     """As loops write it by hand, for batches in which no target is valid."""
 
@@ -84,7 +88,7 @@ def clamped(out: Tensor, target: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    f.__name__: f for f in (token_mean, sum_and_count, squared, summed, regularised, clamped)
+    f.__name__: f for f in (token_mean, sum_and_count, squared, summed, regularised, contrasted, clamped)
 }
 KEPT = (0.9, 0.1, 0.5, 0.0, 0.7, 0.3, 0.05)  # of each microbatch's targets; the fourth has none at all
 
@@ -426,7 +430,7 @@ def test_a_window_may_start_at_zeros() -> None:
 
 
 def _misuse(case: str) -> None:
-    model, _ = pair("fsdp", (2,), "regularised" if case == "unknown loss" else "token_mean")
+    model, _ = pair("fsdp", (2,), {"unknown loss": "contrasted", "means": "regularised"}.get(case, "token_mean"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = batches()[:3]
     if case == "steps":
@@ -465,7 +469,8 @@ def _misuse(case: str) -> None:
         ("zero_grad", "was cleared in the middle of a window of accumulate()"),
         ("penalty", "such as a penalty, was differentiated in a window of accumulate()"),
         ("two calls", "losses of several calls are differentiated together in a window of accumulate()"),
-        ("unknown loss", "cannot tell what the loss is a mean over: it adds up what are not all sums"),
+        ("unknown loss", "cannot tell what the loss is a mean over: it adds up what are not all sums, or all means"),
+        ("means", "it adds up means over different numbers"),
     ],
 )
 def test_misuse_is_an_error_on_every_rank(case: str, message: str) -> None:

@@ -33,11 +33,12 @@ from autoparallel.graph.errors import refusal
 from autoparallel.graph.labels import is_entry, split_entry
 from autoparallel.graph.leaves import leaf_value
 from autoparallel.graph.lines import line_of, node_of_error, place_of
+from autoparallel.graph.losses import LossWeight
 from autoparallel.graph.nesting import unflatten
 from autoparallel.graph.plain_tensors import attribute_at, holder_of, rebind, tensor_at
 from autoparallel.operators import RandomState
 from autoparallel.runtime.calls.kinds import Kind, Kinds, ReadCall
-from autoparallel.runtime.gradients.accumulation import Weight, expected_count
+from autoparallel.runtime.gradients.accumulation import Apart, Weight, expected_count
 from autoparallel.runtime.parameters.slices import lay_like
 from autoparallel.runtime.programs.outputs import Delivery, NotKept, Outputs, OverMesh, refuse_detached
 from autoparallel.runtime.ranks.randomness import STREAM
@@ -305,10 +306,18 @@ def _weigh(captured: Captured, values: Sequence[Any], call: Call, window: Any) -
         return Weight()
     if weight.kind == "sum":
         return Weight(None)
+    value, *others = (_count(x, captured, values, call) for x in weight.each)
+    apart = Apart(others, weight.reason) if others else None
     if weight.output is not None:
-        value, expected = values[weight.output].detach().double(), expected_count(call.specs, call.batch)
         # Without any target the gradients of cross-entropies are zero, whatever they are divided by.
-        return Weight(value, expected, weight.divisor(value), 0.0 if weight.by_zero else weight.least or 1.0)
+        least, expected = 0.0 if weight.by_zero else weight.least or 1.0, expected_count(call.specs, call.batch)
+        return Weight(value, expected, weight.divisor(value), least, apart)
+    return Weight(value, value or 1.0, apart=apart)
+
+
+def _count(weight: LossWeight, captured: Captured, values: Sequence[Any], call: Call) -> Any:
+    """What a mean is over: a scalar tensor where it depends on the data, or else a number."""
+    if weight.output is not None:
+        return values[weight.output].detach().double()
     size = weight.size
-    value = float(size if isinstance(size, int) else evaluator(size.node.expr)(sizes_of(captured, call.specs)))
-    return Weight(value, value or 1.0)
+    return float(size if isinstance(size, int) else evaluator(size.node.expr)(sizes_of(captured, call.specs)))

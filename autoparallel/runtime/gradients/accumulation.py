@@ -25,6 +25,19 @@ _END: Any = object()
 
 
 @dataclass(frozen=True)
+class Apart:
+    """What terms of a loss weigh that are means over other numbers than the first.
+
+    Attributes:
+        values: numbers, or scalar tensors on the device.
+        reason: where they are added up.
+    """
+
+    values: Sequence[float | torch.Tensor]
+    reason: str
+
+
+@dataclass(frozen=True)
 class Weight:
     """What the loss of a microbatch weighs.
 
@@ -34,12 +47,14 @@ class Weight:
             number of microbatches, as a loop by hand does, and neither overflow nor vanish in half precision.
         divided: what the loss is divided by, where that is not its value; None where it is.
         least: what the sum of the window is divided by where all weigh nothing.
+        apart: what others of its terms weigh, which must be the same multiples of it in all microbatches.
     """
 
     value: float | torch.Tensor | None = 1.0
     expected: float = 1.0
     divided: torch.Tensor | None = None
     least: float = 1.0
+    apart: Apart | None = None
 
 
 def expected_count(specs: Sequence[Any], batch: int) -> float:
@@ -67,6 +82,8 @@ class Window(Generic[T]):
         self._total: Any = None
         self._reference: float | None = None
         self._least = 1.0
+        self._counts: list[torch.Tensor] = []  # of microbatches whose losses are means over several numbers
+        self._reason = ""
         self._counted = 0  # the microbatch that was counted last, and the backward that was weighed last
         self._latest: object = None
 
@@ -150,7 +167,29 @@ class Window(Generic[T]):
             self._latest = running
         if not again:
             self._total = weight.value if self._total is None else self._total + weight.value
+            if weight.apart is not None:
+                self._reason = weight.apart.reason
+                self._counts.append(_row((weight.value, *weight.apart.values)))
         return (weight.value if weight.divided is None else weight.divided) / self._reference
+
+    def require_alike(self) -> None:
+        """Raises RuntimeError where a loss adds up means over numbers whose ratio is another in each microbatch: each
+        mean would have gradients of its own to divide.  It waits for the device, for such losses alone."""
+        if not self._counts:
+            return
+        counts = torch.stack(self._counts)
+        total = counts.sum(0)
+        products = counts * total[:1], counts[:, :1] * total
+        if bool((counts > 0).all()) and torch.allclose(*products, rtol=1e-12, atol=0):
+            return
+        shown = " in one microbatch, ".join(" and ".join(f"{x:g}" for x in row) for row in counts[:3].tolist())
+        raise RuntimeError(
+            f"accumulate() cannot put the losses of a window together: {self._reason}, whose ratio differs between "
+            f"microbatches: {shown} in another; the gradients of each mean would have to be divided apart\nWhat to "
+            "change: let the model divide each sum by its count over the whole window, which the loop gives it as an "
+            'input: such losses add up. Or pass weights="equal", which takes the mean of the losses. Clear the '
+            "gradients before another step."
+        )
 
     def divisor(self) -> Any:
         """What the summed gradients are divided by; None for nothing, as of a full window of equal weights."""
@@ -160,6 +199,12 @@ class Window(Generic[T]):
         if isinstance(total, torch.Tensor):
             total = torch.where(total == 0, self._least, total)
         return total / self._reference
+
+
+def _row(values: Sequence[float | torch.Tensor]) -> torch.Tensor:
+    """Some counts as one tensor, on the device of those that are tensors."""
+    device = next((x.device for x in values if isinstance(x, torch.Tensor)), None)
+    return torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in values])
 
 
 def _left_over(store: GradientStore) -> str | None:

@@ -342,6 +342,7 @@ class GradientStore(ProgramParameters):
         if window is None:
             return
         show_always(self.parameters.values(), False)
+        window.require_alike()
         if (divisor := window.divisor()) is not None:
             for alike in _torch.tensors.by_dtype(list(map(_torch.dtensor.local_of, self.grads.all().values()))):
                 torch._foreach_div_(alike, divisor)

@@ -1,0 +1,169 @@
+"""`accumulate()` of sums of means over several numbers: one weight, where their ratio is fixed, or an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoparallel
+from tests.runtime.support import SideBySide, gradients_off, make, run_on_ranks
+
+ROWS = (4, 2, 6, 4, 8, 4, 2)
+
+
+class Coder(nn.Module):
+    """Means over pixels, over latents, and over rows of what is summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(6, 8)
+        self.decoder = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+        mean, log = self.encoder(x).chunk(2, -1)
+        y = self.decoder(mean.tanh())
+        divergence = -0.5 * (1 + log - mean.square() - log.exp())
+        return F.mse_loss(y, x) + 0.1 * divergence.mean() + 0.01 * divergence.sum() / x.shape[0] + 2.0
+
+
+class Answers(nn.Module):
+    """Two labels a row, which may be ignored together, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 16)
+        self.heads = nn.ModuleList([nn.Linear(16, 6), nn.Linear(16, 6), nn.Linear(16, 1)])
+
+    def forward(self, x: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        a, b, c = (head(self.up(x).relu()) for head in self.heads)
+        labels = F.cross_entropy(a, first, ignore_index=-1) + F.cross_entropy(b, last, ignore_index=-1)
+        return labels / 2 + 0.3 * F.l1_loss(c[:, 0], x.sum(1))
+
+
+MODELS: dict[str, type[nn.Module]] = {model.__name__: model for model in (Coder, Answers)}
+WAYS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "data_parallel": ((2,), {"plan": "data_parallel"}),
+    "fsdp": ((2,), {"plan": "fsdp"}),
+    "fsdp on (2, 2)": ((2, 2), {"plan": "fsdp"}),
+    "tensor_parallel": ((2,), {"plan": "tensor_parallel"}),
+    "microbatches": ((2,), {"plan": "fsdp", "microbatches": 2}),
+    "a pipeline": ((2,), {"pipeline": autoparallel.Pipeline(microbatches=2)}),
+}
+
+
+def batch_of(rows: int, ignored: tuple[int, int] = (0, 0)) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows with two labels each, of which so many of the first rows are ignored."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
+    first, last = (torch.randint(0, 6, (rows,), generator=generator) for _ in range(2))
+    first[: ignored[0]], last[: ignored[1]] = -1, -1
+    return x, first, last
+
+
+def pair(model: str, way: str) -> tuple[Any, nn.Module]:
+    shape, options = WAYS[way]
+    names = ("dp", "tp") if len(shape) > 1 else ("pp" if "pipeline" in options else "dp",)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return autoparallel.compile(make(MODELS[model]), mesh, **options), make(MODELS[model])
+
+
+def _train(name: str, way: str) -> dict[str, Any]:
+    model, plain = pair(name, way)
+    both, sizes = SideBySide(model, plain), []
+    for window in model.accumulate(3, [batch_of(rows) for rows in ROWS]):
+        seen = []
+        for batch in window:
+            model(*batch).backward()
+            seen.append(batch)
+        plain(*(torch.cat(parts) for parts in zip(*seen, strict=True))).backward()
+        both.step(0.05)
+        sizes.append(len(seen))
+    return {"worst": both.worst, "sizes": sizes}
+
+
+CASES = [(way, "Coder") for way in WAYS] + [(way, "Answers") for way in WAYS if way[0] in "df"]
+
+
+@pytest.mark.wide_where(lambda way, model: (way, model) not in (("fsdp", "Answers"), ("microbatches", "Coder")))
+@pytest.mark.parametrize(("way", "model"), CASES)
+def test_a_window_equals_one_batch(way: str, model: str) -> None:
+    shape, _ = WAYS[way]
+    for found in run_on_ranks(_train, model, way, world_size=torch.Size(shape).numel()):
+        assert found["sizes"] == [3, 3, 1] and found["worst"] < 1e-9
+
+
+def _apart(ignored: tuple[tuple[int, int], ...]) -> tuple[str, float]:
+    """The error of a window, and how far the next one is off."""
+    model, plain = pair("Answers", "fsdp")
+
+    def go(batches: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+        for window in model.accumulate(len(batches), batches):
+            for batch in window:
+                model(*batch).backward()
+
+    message = ""
+    try:
+        go([batch_of(4, some) for some in ignored])
+    except RuntimeError as error:
+        message = str(error)
+    model.zero_grad()
+    batches = [batch_of(rows) for rows in (4, 6)]
+    go(batches)
+    plain(*(torch.cat(parts) for parts in zip(*batches, strict=True))).backward()
+    return message, gradients_off(model, plain)
+
+
+@pytest.mark.parametrize(
+    ("ignored", "shown"),
+    [
+        (((0, 0), (2, 1)), "4 and 4 and 4 in one microbatch, 2 and 3 and 4 in another"),
+        (((2, 2), (0, 0)), "2 and 2 and 4 in one microbatch, 4 and 4 and 4 in another"),  # of a mean over all rows
+        (((4, 4), (4, 4)), "0 and 0 and 4 in one microbatch"),  # nothing that two of the means weigh
+    ],
+)
+def test_means_whose_ratio_differs_are_an_error_that_loses_nothing(
+    ignored: tuple[tuple[int, int], ...], shown: str
+) -> None:
+    messages, off = zip(*run_on_ranks(_apart, ignored, world_size=2), strict=True)
+    assert messages[0] == messages[1] and max(off) < 1e-9
+    assert "it adds up means over different numbers" in messages[0] and shown in messages[0]
+    assert "test_several_means.py" in messages[0] and "What to change" in messages[0]
+
+
+class Counted(Answers):
+    """As the error advises: sums over counts that the call brings, beside one over what the model holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.tensor([1.0, 2.0, 4.0]))
+
+    def forward(self, x: Tensor, first: Tensor, last: Tensor, counts: Tensor | None = None) -> Tensor:
+        a, b, c = (head(self.up(x).relu()) for head in self.heads)
+        assert counts is not None
+        labels = zip((a, b), (first, last), counts, strict=True)
+        means = [F.cross_entropy(p, q, ignore_index=-1, reduction="sum") / n for p, q, n in labels]
+        return means[0] + means[1] + c.square().sum() / self.weights.sum()
+
+
+MODELS["Counted"] = Counted
+
+
+def _counted(way: str) -> float:
+    model, plain = pair("Counted", way)
+    batches = [batch_of(4, some) for some in ((0, 0), (2, 1))]
+    counts = torch.tensor([6, 7])
+    for window in model.accumulate(2, batches):
+        for batch in window:
+            model(*batch, counts=counts).backward()
+    plain(*(torch.cat(parts) for parts in zip(*batches, strict=True)), counts=counts).backward()
+    return gradients_off(model, plain)
+
+
+@pytest.mark.parametrize("way", ["fsdp", "a pipeline"])
+def test_sums_over_the_same_number_in_all_microbatches_add_up(way: str) -> None:
+    assert max(run_on_ranks(_counted, way, world_size=2)) < 1e-9
