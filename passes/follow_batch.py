@@ -69,13 +69,10 @@ def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | Non
     names = zip(captured.inputs, specs, strict=True)
     batched = {name: spec for name, spec in names if name is not None and isinstance(spec, InputSpec) and spec.batch}
     needed = ancestors(captured.graph, {loss, *counts})
-    walk = _Walk(
-        captured.graph, captured.batches, batched, loss, terms_of(loss, {x for x in captured.inputs if x}), counts
-    )
+    terms = terms_of(loss, {x for x in captured.inputs if x}, weight.returned)
+    walk = _Walk(captured.graph, captured.batches, batched, loss, terms, counts)
     walk.through(needed)
-    reason = next(iter(walk.problems.values()), "") or next(
-        filter(None, (_problem(walk, weight, term) for term in walk.terms)), ""
-    )
+    reason = next(iter(walk.problems.values()), "") or next(filter(None, (_problem(walk, x) for x in walk.terms)), "")
     open_sizes = all(captured.is_batch(shape_of(x)[0]) for x in captured.graph.nodes if x.name in batched)
     rows = {spec.shape[0] // spec.batch for spec in batched.values()}
     if not open_sizes and (reason or any(_is_scaled(node, rows, node in walk.between) for node in needed)):
@@ -83,9 +80,14 @@ def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | Non
         reason += captured.why_fixed
     if reason:
         return replace(weight, kind="unknown", reason=reason)
-    kind, *others = {_kind(captured, walk, x) if open_sizes or x.output is not None else x.kind for x in weight.each}
+    kind, *others = {_kind(walk, term, weight.returned) for term in walk.terms}
+    sizes = [x.size for x in weight.each if x.output is None] if kind == "mean" and open_sizes else []
     if others:
-        return replace(weight, kind="unknown")
+        reason = f"it adds up means and sums, at {line_of(max(walk.terms))}"
+    elif not all(walk.is_batch(size) and walk.grows(size) for size in sizes):
+        reason = f"it divides by what does not grow with the rows, at {line_of(max(walk.terms))}"
+    if reason:
+        return replace(weight, kind="unknown", reason=reason)
     if walk.constant is not None and (kind == "sum" or walk.clamps):
         reason = (
             f"{_key(walk.constant)} adds what is the same however many rows there are, and to a sum, or a mean of none"
@@ -95,12 +97,17 @@ def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | Non
     return replace(weight, kind=kind, from_call=from_call, mixes=walk.mixes)
 
 
-def _kind(captured: Captured, walk: _Walk, weight: LossWeight) -> str:
-    """A mean over what is the same number however many rows there are is a sum over rows."""
-    if weight.output is None:
-        return weight.kind if captured.is_batch(weight.size) else "sum"
-    same = walk.placements[captured.results[weight.output]] == Invariant
-    return "sum" if same and not weight.returned else weight.kind
+def _kind(walk: _Walk, term: fx.Node, returned: bool) -> str:
+    """Whether a term is a mean over rows, or a sum, also divided by what is the same however many rows there are.
+
+    Args:
+        returned: the loss function returned its divisor, which is each microbatch's own.
+    """
+    count = walk.count_of(term)
+    if count is not None:
+        return "sum" if walk.placements[count] == Invariant and not returned else "mean"
+    by_size = term.target is aten.div.Tensor and walk.is_batch(term.args[1].meta["val"])  # type: ignore[union-attr]
+    return "mean" if by_size or term in walk.means else "sum"
 
 
 def follow_results(captured: Captured, specs: Sequence[Any], statistics: Collection[str]) -> None:
@@ -145,23 +152,13 @@ def _adds_up_alone(value: fx.Node, buffer: fx.Node) -> bool:
     return adds and len(value.all_input_nodes) == 2 and [*buffer.users] == [value] and len(value.users) == 1
 
 
-def _problem(walk: _Walk, weight: LossWeight, reduction: fx.Node) -> str:
-    """Why a term of a loss, whose calls all leave rows apart, does not weigh what ``weigh_loss`` found; empty where it
-    does."""
-    operands = tensor_operands(reduction)
-    cut = any(walk.placements[x].kind == "S" for x in operands)
-    if (count := walk.count_of(reduction)) is not None:
-        sums = walk.is_sum(operands[0]) and (walk.placements[count] == Invariant or walk.is_sum(count))
-        return "" if sums else f"it is no quotient of two sums over rows, at {line_of(reduction)}"
-    if weight.kind == "sum" or reduction.target is aten.div.Tensor:
-        if not cut and not walk.is_sum(operands[0]):
-            return f"{_key(reduction)} is of no sum over rows"
-    elif not cut:
-        return f"{_key(reduction)} is no mean over rows"
-    sizes = [x.size for x in weight.each if x.kind == "mean" and x.output is None]
-    if any(walk.is_batch(size) and not walk.grows(size) for size in sizes):
-        return f"{_key(reduction)} divides by what does not grow with the rows"
-    return ""
+def _problem(walk: _Walk, term: fx.Node) -> str:
+    """Why a quotient is none of sums over rows; empty where it is, and for other terms."""
+    if (count := walk.count_of(term)) is None and term.target is not aten.div.Tensor:
+        return ""
+    over = count is None or walk.placements[count] == Invariant or walk.is_sum(count)
+    sums = over and walk.is_sum(tensor_operands(term)[0])
+    return "" if sums else f"it is no quotient of two sums over rows, at {line_of(term)}"
 
 
 def _is_scaled(node: fx.Node, rows: Collection[int], whatever: bool) -> bool:
@@ -257,7 +254,7 @@ class _Walk:
         if node in self.between or node in self.clamps or _is_cast_of_count(node):
             self.means |= {node} & {node for x in tensor_operands(node) if x in self.means}
             alone = {*operands} == {Partial, Invariant} or len(node.args) > len(operands)
-            if alone and node.target in ADDITIONS:
+            if alone and node.target in ADDITIONS and node in self.between:
                 self.constant = self.constant or node
             return Partial if Partial in operands and {*operands} <= {Partial, Invariant} else operands[0]
         if node in self.terms and node.target in LOSSES and Shard(0) in operands and rule_for(node) is None:
@@ -265,7 +262,8 @@ class _Walk:
             return Partial if {*operands} <= {Shard(0), Invariant} else None
         if node.target in MEANS or node in self.terms and node.target is aten.div.Tensor:
             total, divisor = [*operands, Invariant][:2]
-            if total == Partial and divisor in (Partial, Invariant):
+            if total == Partial and (divisor == Invariant or divisor == Partial and node in self.terms):
+                self.means |= {node} if node.args[0] in self.means else set()
                 return Partial
         if any(x in self.numbers for x in node.all_input_nodes) or node.target is aten.arange.default:
             return self._count(node, operands)

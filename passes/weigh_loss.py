@@ -16,7 +16,7 @@ After:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import fx
 from autoparallel import operators
 from autoparallel.graph.lines import line_of
 from autoparallel.graph.losses import LossWeight
+from autoparallel.operators.control_flow import is_selection
 from autoparallel.operators.opaque import has_own_backward
 from autoparallel.passes.emitter import replace_node
 from autoparallel.rules import operator_name
@@ -48,6 +49,7 @@ NUMBERS = (aten.full.default, aten.scalar_tensor.default)
 MEANS = (operators.weighted_mean, operators.mean_or_sum)
 """What takes the place of a division by a weight that may be 0."""
 _QUOTIENTS = (aten.div.Tensor, *MEANS)
+_MEANS = (aten.mean.default, aten.mean.dim)
 _SUMS = (aten.sum.default, aten.sum.dim_IntList, operators.cross_entropy_sum)
 
 
@@ -61,14 +63,14 @@ def weigh_loss(module: fx.GraphModule, loss: int, counted: bool, inputs: Collect
         inputs: the placeholders that are inputs.
     """
     results: Any = module.graph.output_node().args[0]
-    between, terms = terms_of(results[loss], inputs)
+    between, terms = terms_of(results[loss], inputs, counted)
     groups: list[list[fx.Node]] = []
     for term in terms:
         group = next((group for group in groups if _weighs_alike(group[0], term, counted)), None)
         groups.append([term]) if group is None else group.append(term)
     weights = [_of_term(term, counted) for term, *_ in groups]
     where = line_of(max(terms))
-    if len({weight.kind for weight in weights}) > 1:
+    if len(weights) > 1 and any(weight.kind == "unknown" for weight in weights):
         return LossWeight("unknown", reason=f"it adds up what are not all sums, or all means, at {where}")
     alone = all(term in {*terms, *between} or term == 0 for node in between for term in _summands(node))
     weights = [
@@ -76,8 +78,11 @@ def weigh_loss(module: fx.GraphModule, loss: int, counted: bool, inputs: Collect
         for group, weight in zip(groups, weights, strict=True)
     ]
     first, *others = (replace(weight, returned=counted) for weight in weights)
-    if not others or first.kind != "mean":
+    if not others:
         return first
+    if any(weight.added for weight in weights):
+        reason = f"it adds up means over different numbers, to some of which a number is added, at {where}"
+        return replace(first, kind="unknown", reason=reason)
     return replace(first, others=tuple(others), reason=f"it adds up means over different numbers, at {where}")
 
 
@@ -105,22 +110,26 @@ def _of_term(node: fx.Node, counted: bool) -> LossWeight:
         return LossWeight("unknown", reason="it is not computed by the model")
     if node.target in _QUOTIENTS:
         return _of_quotient(node, counted)
-    if node.target in (aten.mean.default, aten.mean.dim):
-        return LossWeight("mean", size=math.prod(shape_of(node.all_input_nodes[0])))
+    if node.target in _SUMS or node.target in _MEANS:
+        return _of_reduction(node)
+    if is_selection(node.target):  # by its rule, of rows that it adds up
+        return LossWeight("sum")
     # What canonicalize_operators leaves of cross-entropies has probabilities as targets: a mean over rows.
     if node.target in (*LOSSES, aten.cross_entropy_loss.default) and arguments(node)["reduction"] in (1, 2):
         shapes = [shape_of(x) for x in node.args[:2] if isinstance(x, fx.Node)]
         size = math.prod(torch.broadcast_shapes(*shapes))
         return LossWeight("mean", size=size) if arguments(node)["reduction"] == 1 else LossWeight("sum")
-    if node.target in _SUMS:
-        return LossWeight("sum")
     what = f"it is neither a mean nor a sum, but the result of {operator_name(node.target)} at {line_of(node)}"
     return LossWeight("unknown", reason=what)
 
 
-def chain_of(loss: fx.Node) -> list[fx.Node]:
+def chain_of(loss: fx.Node, reads: Collection[fx.Node] | None = None) -> list[fx.Node]:
     """From the loss to the mean, sum or quotient that it is, but for sign, dtype and shape, and a number's factor; of a
-    mean also one that is made of the caller's scalars, by which sums are quotients."""
+    mean also one that is made of the caller's scalars, by which sums are quotients.
+
+    Args:
+        reads: what reads inputs that have dims: a factor that is none of it, of parameters, is the same for all rows.
+    """
     chain = [loss]
     while (node := chain[-1]).op == "call_function":
         first, *others = node.args
@@ -128,39 +137,45 @@ def chain_of(loss: fx.Node) -> list[fx.Node]:
             chain.append(first)  # type: ignore[arg-type]
         elif node.target is aten.mul.Tensor and _is_number(first):
             chain.append(others[0])  # type: ignore[arg-type]
-        elif (scaled := _drop_factor(node)) is not None and _is_mean((rest := chain_of(scaled))[-1]):
+        elif reads is not None and (scaled := _drop_factor(node, lambda x: x not in reads)) is not None:
+            chain.append(scaled)
+        elif (scaled := _drop_factor(node, _is_from_call)) and _is_mean((rest := chain_of(scaled, reads))[-1]):
             return [*chain, *rest]
         else:
             break
     return chain
 
 
-def _drop_factor(node: fx.Node) -> fx.Node | None:
-    """What a call multiplies with, or divides by, a factor made of the caller's scalars; None where it does not."""
+def _drop_factor(node: fx.Node, is_factor: Callable[[fx.Node], bool]) -> fx.Node | None:
+    """What a call multiplies with, or divides by, a factor of no dims; None where it does not."""
     if node.target not in (aten.mul.Tensor, aten.div.Tensor):
         return None
     first, second = node.args
     pairs = [(first, second)] if node.target is aten.div.Tensor else [(first, second), (second, first)]
     tensors = [(x, y) for x, y in pairs if isinstance(x, fx.Node) and isinstance(y, fx.Node) and is_tensor(y)]
-    return next((x for x, factor in tensors if not shape_of(factor) and _is_from_call(factor)), None)
+    return next((x for x, factor in tensors if not shape_of(factor) and is_factor(factor)), None)
 
 
 def _is_mean(node: fx.Node) -> bool:
     if node.target in _QUOTIENTS:
         return not _is_from_call(node.args[1])
     reduced = node.target in (*LOSSES, aten.cross_entropy_loss.default) and arguments(node)["reduction"] == 1
-    return reduced or node.target in (aten.mean.default, aten.mean.dim)
+    return reduced or node.target in _MEANS
 
 
-def terms_of(loss: fx.Node, inputs: Collection[str]) -> tuple[set[fx.Node], list[fx.Node]]:
-    """The means, sums and quotients that a loss adds up and for which inputs are read, and the calls between."""
+def terms_of(loss: fx.Node, inputs: Collection[str], counted: bool) -> tuple[set[fx.Node], list[fx.Node]]:
+    """The means, sums and quotients that a loss adds up and for which inputs are read, and the calls between.
+
+    Args:
+        counted: the loss is a sum divided by its count, whatever that is made of.
+    """
     nodes = [node for node in loss.graph.nodes if node.name in inputs]
     reads = followers(loss.graph, {node for node in nodes if not node.users or not all(map(_is_number, node.users))})
     between: set[fx.Node] = set()
     ends: set[fx.Node] = set()
     left = [loss]
     while left:
-        *path, end = chain_of(left.pop())
+        *path, end = chain_of(left.pop(), None if counted else reads)
         terms = []
         if end.target in ADDITIONS and not end.kwargs and not shape_of(end) and end not in between:
             terms = [x for x in end.args if isinstance(x, fx.Node) and x in reads]
@@ -184,6 +199,21 @@ def _summands(node: fx.Node) -> tuple[Any, ...]:
     return node.args if node.target in ADDITIONS else ()
 
 
+def _of_reduction(node: fx.Node) -> LossWeight:
+    """What a sum or a mean weighs, also of what is a mean along some dims."""
+    kind, size, value = "sum", 1, node
+    while value.target in (*_MEANS, *_SUMS[:2]):
+        reduced: Any = value.args[0]
+        if value.target in _MEANS:
+            shape, dims = shape_of(reduced), arguments(value).get("dim") or ()
+            along = {dim % len(shape) for dim in dims} or range(len(shape))
+            kind, size = "mean", size * math.prod(shape[dim] for dim in along)
+        value = reduced
+        while value.target in _SAME:
+            value = value.args[0]
+    return LossWeight(kind, size=size)
+
+
 def _of_quotient(node: fx.Node, counted: bool) -> LossWeight:
     total, divisor = node.args[:2]
     if not (isinstance(total, fx.Node) and isinstance(divisor, fx.Node)) or divisor.meta.get("differentiable"):
@@ -205,7 +235,7 @@ def _of_quotients(graph: fx.Graph, nodes: list[fx.Node], alone: bool) -> LossWei
         alone: whether nothing else is added to them, of which a microbatch that weighs nothing must have none.
     """
     divisor: Any = next(x for x in graph.nodes if any(x is node.args[1] for node in nodes))
-    count, least = _strip_clamp(divisor)  # zero is all of it that a clamp keeps from a division
+    count, least, added = _strip_clamp(divisor)  # zero is all of it that a clamp keeps from a division
     by_zero = (
         count is None and alone and not all(x.target is operators.weighted_mean or vanishes(x.args[0]) for x in nodes)
     )
@@ -221,7 +251,7 @@ def _of_quotients(graph: fx.Graph, nodes: list[fx.Node], alone: bool) -> LossWei
     output = graph.output_node()
     results: Any = output.args[0]
     output.args = ((*results, divisor if count is None else count),)
-    return LossWeight("mean", output=len(results), least=1.0 if by_zero else least, by_zero=by_zero)
+    return LossWeight("mean", output=len(results), least=1.0 if by_zero else least, by_zero=by_zero, added=added)
 
 
 def vanishes(total: Any) -> bool:
@@ -257,20 +287,25 @@ def _is_from_call(divisor: Any) -> bool:
     return True
 
 
-def _strip_clamp(divisor: fx.Node) -> tuple[fx.Node | None, float]:
-    """The count that a divisor is, but for a clamp to one or less, which only keeps zero from it, and that number."""
+def _strip_clamp(divisor: fx.Node) -> tuple[fx.Node | None, float, float]:
+    """The count that a divisor is, but for a clamp to one or less, which only keeps zero from it, or for a number that
+    is added; and the least of the one, and the other."""
     node = casts_of(divisor)[-1]
+    count: Any = node.args[0] if node.args else None
+    if node.target is aten.add.Tensor and not node.kwargs:
+        number = node.args[1]
+        small = isinstance(count, fx.Node) and isinstance(number, int | float) and number > 0
+        return (count, 0.0, number) if small else (None, 0.0, 0.0)  # type: ignore[return-value]
     if node.target not in _CLAMPS:
-        return None, 0.0
+        return None, 0.0, 0.0
     least, most = arguments(node)["min"], arguments(node).get("max")
     if most is not None or not isinstance(least, int | float) or not 0 < least <= 1:
-        return None, 0.0
-    count: Any = node.args[0]
+        return None, 0.0, 0.0
     *_, added = casts_of(count)
     counts = added.target in (aten.sum.default, aten.sum.dim_IntList)
     whole = [*casts_of(count), *(casts_of(added.args[0]) if counts else [])]  # type: ignore[arg-type]
     exact = any(not x.meta["val"].dtype.is_floating_point for x in whole)
-    return (count, float(least)) if exact else (None, 0.0)
+    return (count, float(least), 0.0) if exact else (None, 0.0, 0.0)
 
 
 def _is_number(value: Any) -> bool:

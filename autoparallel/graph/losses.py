@@ -28,6 +28,7 @@ class LossWeight:
         from_call: whether the weight comes with the call, the same for all parts of its batch, whose losses add up.
         least: what the program divides by where the weight is 0, so that a microbatch of no weight adds its sum to
             those of the others; 0 where it has none to add.
+        added: a number that the program adds to the weight before it divides by it.
         by_zero: whether the plain model divides by 0 there.
         mixes: which call is the first of which it is only taken for granted that it leaves the rows of the batch
             apart; empty where there is none.
@@ -42,6 +43,7 @@ class LossWeight:
     reason: str = ""
     from_call: bool = False
     least: float = 0.0
+    added: float = 0.0
     by_zero: bool = False
     mixes: str = ""
     returned: bool = False
@@ -59,7 +61,7 @@ class LossWeight:
 
     def divisor(self, weight: Any) -> Any:
         """What the program divides the loss by, where it weighs ``weight``."""
-        return torch.where(weight == 0, self.least, weight) if self.least else weight
+        return (torch.where(weight == 0, self.least, weight) if self.least else weight) + self.added
 
     @property
     def problem(self) -> str:

@@ -95,7 +95,8 @@ WITH_COUNT = {"labels": LABELS, "count": torch.tensor(5)}
         (lambda o, y: F.mse_loss(o, y) + o.sum(1).abs().mean(), VALUES, "mean", 24),
         (lambda o, y: (o * y).sum() + o.exp().sum() / 3, VALUES, "sum", None),
         (lambda o, y: (o * y).sum() + 1.0, VALUES, "unknown", None),
-        (lambda o, y: (o * y).mean() + o.exp().sum(), VALUES, "unknown", None),
+        (lambda o, y: (o * y).mean() + o.exp().max(), VALUES, "unknown", None),
+        (lambda o, y: o.square().mean(0).sum(), VALUES, "mean", 8),
         (lambda o, y: F.cross_entropy(o, y) + 0.3 * F.cross_entropy(o.exp(), y), LABELS, "mean", "output"),
         (lambda o, y: F.cross_entropy(o, y) + F.cross_entropy(o, y, ignore_index=1), LABELS, "mean", "output"),
     ],
@@ -123,7 +124,8 @@ class Decayed(Linear):
         (lambda o, y: o[0].sum() + o[1], "unknown"),
         (lambda o, y: (o[0].sum(1) * (y > 0)).sum() / (y > 0).sum().clamp(min=1) + o[1], "unknown"),
         (lambda o, y: o[0].mean() + o[0].shape[0] * o[1], "unknown"),
-        (lambda o, y: o[0].mean() + o[0].mean() * o[1], "unknown"),
+        (lambda o, y: o[0].mean() + o[0].mean() * o[1], "mean"),
+        (lambda o, y: o[0].sum() / (o[1] + 1), "sum"),
     ],
 )
 def test_what_reads_no_input_may_be_added_to_a_mean(loss_fn: Callable[..., Any], kind: str) -> None:

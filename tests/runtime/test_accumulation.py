@@ -469,7 +469,7 @@ def _misuse(case: str) -> None:
         ("zero_grad", "was cleared in the middle of a window of accumulate()"),
         ("penalty", "such as a penalty, was differentiated in a window of accumulate()"),
         ("two calls", "losses of several calls are differentiated together in a window of accumulate()"),
-        ("unknown loss", "cannot tell what the loss is a mean over: it adds up what are not all sums, or all means"),
+        ("unknown loss", "cannot tell what the loss is a mean over: it adds up means and sums"),
         ("means", "it adds up means over different numbers"),
     ],
 )

@@ -45,7 +45,31 @@ class Answers(nn.Module):
         return labels / 2 + 0.3 * F.l1_loss(c[:, 0], x.sum(1))
 
 
-MODELS: dict[str, type[nn.Module]] = {model.__name__: model for model in (Coder, Answers)}
+class Tasks(nn.Module):
+    """Two tasks with weights that are trained (Kendall et al. 2018), one of them a mean of each column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 16)
+        self.heads = nn.ModuleList([nn.Linear(16, 2), nn.Linear(16, 3)])
+        self.logs = nn.Parameter(torch.tensor([0.3, -0.2]))
+
+    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+        a, b = (head(self.up(x).relu()) for head in self.heads)
+        first, second = F.mse_loss(a, x[:, :2]), (b - x[:, 2:5]).abs().mean(0).sum()
+        return first * torch.exp(-self.logs[0]) + second / self.logs[1].exp() + self.logs.sum()
+
+
+class Smoothed(Answers):
+    """A count with a number added, of rows that are selected."""
+
+    def forward(self, x: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        losses = self.heads[0](self.up(x).relu()).square()
+        chosen = x[:, 0] > -0.5
+        return losses[chosen].sum() / (chosen.sum() + 0.5)
+
+
+MODELS: dict[str, type[nn.Module]] = {model.__name__: model for model in (Coder, Answers, Tasks, Smoothed)}
 WAYS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "data_parallel": ((2,), {"plan": "data_parallel"}),
     "fsdp": ((2,), {"plan": "fsdp"}),
@@ -86,10 +110,11 @@ def _train(name: str, way: str) -> dict[str, Any]:
     return {"worst": both.worst, "sizes": sizes}
 
 
-CASES = [(way, "Coder") for way in WAYS] + [(way, "Answers") for way in WAYS if way[0] in "df"]
+CASES = [(way, model) for model in MODELS for way in WAYS if way[0] in "df" or model != "Answers"]
+DEFAULT = (("fsdp", "Answers"), ("microbatches", "Coder"), ("data_parallel", "Tasks"), ("a pipeline", "Smoothed"))
 
 
-@pytest.mark.wide_where(lambda way, model: (way, model) not in (("fsdp", "Answers"), ("microbatches", "Coder")))
+@pytest.mark.wide_where(lambda way, model: (way, model) not in DEFAULT)
 @pytest.mark.parametrize(("way", "model"), CASES)
 def test_a_window_equals_one_batch(way: str, model: str) -> None:
     shape, _ = WAYS[way]

@@ -310,8 +310,9 @@ def _weigh(captured: Captured, values: Sequence[Any], call: Call, window: Any) -
     apart = Apart(others, weight.reason) if others else None
     if weight.output is not None:
         # Without any target the gradients of cross-entropies are zero, whatever they are divided by.
-        least, expected = 0.0 if weight.by_zero else weight.least or 1.0, expected_count(call.specs, call.batch)
-        return Weight(value, expected, weight.divisor(value), least, apart)
+        least = 0.0 if weight.by_zero or weight.added else weight.least or 1.0
+        expected = expected_count(call.specs, call.batch)
+        return Weight(value, expected, weight.divisor(value), least, weight.added, apart)
     return Weight(value, value or 1.0, apart=apart)
 
 

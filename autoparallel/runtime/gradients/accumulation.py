@@ -47,6 +47,7 @@ class Weight:
             number of microbatches, as a loop by hand does, and neither overflow nor vanish in half precision.
         divided: what the loss is divided by, where that is not its value; None where it is.
         least: what the sum of the window is divided by where all weigh nothing.
+        added: what is added to the sum of the window before it divides.
         apart: what others of its terms weigh, which must be the same multiples of it in all microbatches.
     """
 
@@ -54,6 +55,7 @@ class Weight:
     expected: float = 1.0
     divided: torch.Tensor | None = None
     least: float = 1.0
+    added: float = 0.0
     apart: Apart | None = None
 
 
@@ -81,7 +83,7 @@ class Window(Generic[T]):
         self._store, self._source = store, source
         self._total: Any = None
         self._reference: float | None = None
-        self._least = 1.0
+        self._least, self._added = 1.0, 0.0
         self._counts: list[torch.Tensor] = []  # of microbatches whose losses are means over several numbers
         self._reason = ""
         self._counted = 0  # the microbatch that was counted last, and the backward that was weighed last
@@ -152,7 +154,7 @@ class Window(Generic[T]):
         if weight.value is None:
             return 1.0
         if self._reference is None:
-            self._reference, self._least = weight.expected * self.steps, weight.least
+            self._reference, self._least, self._added = weight.expected * self.steps, weight.least, weight.added
         if self.weights == "equal":  # what is given out counts once, however often the model is called for it
             again, self._counted = self._counted == self.done, self.done
         elif not again:
@@ -197,7 +199,7 @@ class Window(Generic[T]):
         if total is None or (isinstance(total, float) and total in (0.0, self._reference)):
             return None
         if isinstance(total, torch.Tensor):
-            total = torch.where(total == 0, self._least, total)
+            total = torch.where(total == 0, self._least, total) + self._added
         return total / self._reference
 
 

@@ -351,7 +351,8 @@ class PipelineRunner:
             elif i == self.loss and self._weight is not None:
                 losses, weights = torch.stack(values), torch.stack(parts[self._weight]).to(values[0].dtype)
                 sums = losses * self._loss_weight.divisor(weights)
-                sums = sums if self._loss_weight.least else torch.where(weights == 0, 0, sums)
+                if not (self._loss_weight.least or self._loss_weight.added):
+                    sums = torch.where(weights == 0, 0, sums)
                 combined[i] = sums.sum() / self._loss_weight.divisor(weights.sum())
             elif i == self.loss and not self._adds_up:
                 combined[i] = torch.stack(values).mean()
@@ -437,7 +438,9 @@ class PipelineRunner:
         if self._weight is None or run.count == 1:
             return run.scale
         total = combined[self._weight].double()
-        return torch.where(total == 0, self._loss_weight.least or 1.0, total) * (run.scale / run.reference)
+        if not self._loss_weight.added:
+            total = torch.where(total == 0, self._loss_weight.least or 1.0, total)
+        return (total + self._loss_weight.added) * (run.scale / run.reference)
 
 
 def _reason(error: BaseException) -> str:
