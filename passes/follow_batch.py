@@ -41,9 +41,10 @@ aten = torch.ops.aten
 
 _ACROSS: dict[Any, int | None] = {
     aten.renorm.default: None, aten.masked_scatter.default: None, aten.put.default: None, aten.take.default: 0,
+    aten.index_fill.int_Scalar: 1, aten.index_fill.int_Tensor: 1,
 }  # fmt: skip
 """Operators without a rule that read across rows, and of which operand (None: any): norms over all dims but one, places
-counted from the start."""
+counted from the start, which of all columns."""
 _DIMS = ("dim", "dims", "dim1", "dim2")
 _OF_MATRICES = ("linalg_", "cholesky", "lu_", "triangular_solve", "ormqr", "geqrf")
 _ALIKE = (aten.expand.default, aten.full.default, aten.zeros.default, aten.ones.default)

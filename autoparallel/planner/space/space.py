@@ -179,9 +179,10 @@ class SearchSpace:
         cure = "use plan='auto'" + (", or pin and forbid less" if self.pins else "")
         sizes = {self.captured.actual[s] for s in self.captured.batches} or set(self._batch_sizes(node))
         if rows := sorted(size for size in sizes if size % ranks):
+            what = "a batch" if self.subject.microbatches == 1 else "a microbatch"
             at = f" at {node.meta['key']}" if node is not None and "key" in node.meta else ""
             return (
-                f"{problem}{at}: a batch of {', '.join(map(str, rows))} rows must divide by {ranks}, the ranks that "
+                f"{problem}{at}: {what} of {', '.join(map(str, rows))} rows must divide by {ranks}, the ranks that "
                 f"shard it (the batch is the first dim of the first input: where another has it, give that first, by "
                 f"its name); change the batch or the mesh, or {cure}"
             )
