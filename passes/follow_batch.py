@@ -387,7 +387,16 @@ def _along_dim(node: fx.Node, operands: list[Placement]) -> Placement | None:
     (dim,) = rows
     cut = [x for x, p in zip(tensor_operands(node), operands, strict=True) if p.kind == "S"]
     alike = dim < len(shape_of(node)) and all(shape_of(x)[dim] == shape_of(node)[dim] for x in cut)
+    if any(_lies_beside(x, shape_of(cut[0]), dim) for x in tensor_operands(node) if x not in cut):
+        return None
     return Shard(dim) if alike and values["dim"] % len(shape_of(node)) != dim else None
+
+
+def _lies_beside(operand: fx.Node, shape: Sequence[Any], dim: int) -> bool:
+    """Whether rows of an operand that is the same for all microbatches go with those of one that is cut along a dim, by
+    where they lie, as the numbers of ``scatter`` do."""
+    sizes = shape_of(operand)
+    return len(sizes) == len(shape) and sizes[dim] != 1
 
 
 def _reads_across(call: fx.Node, placements: list[Placement]) -> bool:
@@ -402,7 +411,9 @@ def _reads_across(call: fx.Node, placements: list[Placement]) -> bool:
         "batch_first" in values or "batch_sizes" in values
     )  # the latter with rows of all times one after another
     matrices = call.target._schema.name.rpartition("::")[2].lstrip("_").startswith(_OF_MATRICES)
-    for position, (x, placement) in enumerate(zip(tensor_operands(call), placements, strict=True)):
+    operands = tensor_operands(call)
+    beside = [x for x, p in zip(operands, placements, strict=True) if p.kind != "S" and "dim" in values]
+    for position, (x, placement) in enumerate(zip(operands, placements, strict=True)):
         if placement.kind == "S":
             dims = len(shape_of(x))
             sequence = call.target is aten.searchsorted.Tensor and position == 0
@@ -410,6 +421,8 @@ def _reads_across(call: fx.Node, placements: list[Placement]) -> bool:
             if _ACROSS.get(call.target, -1) in (None, position) or placement.dim >= dims - last:
                 return True
             if any(dim % dims == placement.dim for dim in along):
+                return True
+            if any(_lies_beside(y, shape_of(x), placement.dim) for y in beside):
                 return True
             if recurrent and position == 0 and placement.dim == int(values.get("batch_first", False)):
                 return True

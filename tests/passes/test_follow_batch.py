@@ -89,6 +89,7 @@ DIFFERENT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "means and sums": (lambda h, y: h.mean() + h.exp().sum(), "adds up means and sums"),
     "clamped to more than one": (lambda h, y: h.sum() / (y > 0).sum().clamp(min=2), "clamp"),
     "columns by numbers of rows": (lambda h, y: h.index_fill(1, y, 0.0).sum(), "index_fill"),
+    "columns of the first rows": (lambda h, y: h.scatter_add(1, ROWS[None].expand(2, 2), MATRIX[:2]).sum(), "scatter"),
     "norms over rows": (lambda h, y: torch.renorm(h, 2, 1, 1.0).sum(), "renorm"),
     "rows turned around": (lambda h, y: (h * torch.rot90(h, 2, (0, 1))).sum(), "rot90"),
     "a diagonal of rows": (lambda h, y: torch.diagonal_scatter(h, h.new_zeros(3), 1).sum(), "diagonal_scatter"),
