@@ -66,8 +66,35 @@ class LossWeight:
     @property
     def problem(self) -> str:
         """Why the losses of parts of a batch cannot be put together to that of the batch; empty where they can."""
-        unknown = self.kind == "unknown" or self.kind == "mean" and self.others
-        return f"it cannot be told what the loss is a mean over: {self.reason}" if unknown else ""
+        return f"it cannot be told what the loss is a mean over: {self.reason}" if self.kind == "unknown" else ""
+
+    @property
+    def apart(self) -> str:
+        """Why they may be put together for some batches only; empty where they can for all."""
+        return self.reason if self.kind == "mean" and self.others else ""
+
+
+def have_one_ratio(counts: torch.Tensor) -> bool:
+    """Whether the numbers that the means of a loss are over, [microbatches, means], have the same ratio in all
+    microbatches, and are none of them zero.  It waits for the device."""
+    total = counts.sum(0)
+    products = counts * total[:1], counts[:, :1] * total
+    return bool((counts > 0).all()) and torch.allclose(*products, rtol=1e-12, atol=0)
+
+
+def explain_apart(reason: str, shown: str = "") -> str:
+    """Why microbatches of these numbers cannot be put together, and what to change.
+
+    Args:
+        reason: as ``LossWeight.apart``.
+        shown: the numbers of some of them.
+    """
+    return (
+        f"the losses of microbatches cannot be put together: {reason}, whose ratio differs between "
+        f"microbatches{shown}; the gradients of each mean would have to be divided apart\n"
+        "What to change: let the model divide each sum by its count over all microbatches, which the loop gives it as "
+        "an input: such losses add up."
+    )
 
 
 def explain_ambiguity(count: int) -> str:

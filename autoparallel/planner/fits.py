@@ -171,7 +171,7 @@ def differing(captured: Captured, call: Call, count: int) -> str:
     if captured.mutated:
         place = line_of(captured.results[0])
         return f"it would change the buffer {captured.mutated[0]} once in each microbatch, as made at {place}"
-    return captured.weight.mixes if captured.weight is not None else ""
+    return "" if captured.weight is None else captured.weight.apart or captured.weight.mixes
 
 
 def require_cuttable(captured: Captured, call: Call, count: int) -> None:

@@ -57,7 +57,7 @@ def losses_of(seed: int, count: int) -> list[str]:
     return [" + ".join(term() for _ in range(draw.choice((1, 1, 1, 1, 2)))) + draw.choice(BESIDE) for _ in range(count)]
 
 
-REFUSALS = ("cannot tell what", "it cannot be told what", "cannot put the losses")
+REFUSALS = ("cannot tell what", "it cannot be told what", "cannot be put together", "cannot be cut into")
 
 
 class Model(nn.Module):

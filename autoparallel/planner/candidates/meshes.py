@@ -141,7 +141,8 @@ class MeshSearch:
         must = self.request.pipeline is not None
         if not must:
             looks.at_meshes_without_pipeline()
-        problem = self.refusal or unable(self.captured, self.call)
+        weight = self.captured.weight
+        problem = self.refusal or unable(self.captured, self.call) or ("" if must or weight is None else weight.apart)
         if not problem:
             looks.at_pipelines()
         elif must:

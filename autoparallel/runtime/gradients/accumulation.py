@@ -15,6 +15,7 @@ import torch
 
 from autoparallel import _torch
 from autoparallel.graph.captured import InputSpec
+from autoparallel.graph.losses import explain_apart, have_one_ratio
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.parameters.hooks import show_always
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over
@@ -180,17 +181,13 @@ class Window(Generic[T]):
         if not self._counts:
             return
         counts = torch.stack(self._counts)
-        total = counts.sum(0)
-        products = counts * total[:1], counts[:, :1] * total
-        if bool((counts > 0).all()) and torch.allclose(*products, rtol=1e-12, atol=0):
+        if have_one_ratio(counts):
             return
-        shown = " in one microbatch, ".join(" and ".join(f"{x:g}" for x in row) for row in counts[:3].tolist())
+        shown = "; ".join(" and ".join(f"{x:g}" for x in row) for row in counts[:3].tolist())
+        why = explain_apart(self._reason, f": {shown}")
         raise RuntimeError(
-            f"accumulate() cannot put the losses of a window together: {self._reason}, whose ratio differs between "
-            f"microbatches: {shown} in another; the gradients of each mean would have to be divided apart\nWhat to "
-            "change: let the model divide each sum by its count over the whole window, which the loop gives it as an "
-            'input: such losses add up. Or pass weights="equal", which takes the mean of the losses. Clear the '
-            "gradients before another step."
+            f'{why} Or pass weights="equal" to accumulate(), which takes the mean of the losses. Clear the gradients '
+            "before another step."
         )
 
     def divisor(self) -> Any:

@@ -33,7 +33,7 @@ from autoparallel.graph.calls import (
     sizes_of,
 )
 from autoparallel.graph.captured import InputSpec
-from autoparallel.graph.losses import LossWeight
+from autoparallel.graph.losses import LossWeight, explain_apart, have_one_ratio
 from autoparallel.operators import RandomState, draw_from
 from autoparallel.pipeline.schedules import (
     BACKWARD,
@@ -151,6 +151,7 @@ class PipelineRunner:
         # The number, among the results, of what the loss of a microbatch weighs; none where losses just add up.
         self._adds_up = self._loss_weight.kind == "sum" or self._loss_weight.from_call
         self._weight = None if self._adds_up else self._loss_weight.output
+        self._weights = () if self._adds_up else self._loss_weight.outputs
         self.scaler: torch.amp.GradScaler | None = None
         self._what = "a pipeline" if self.plan.axis else "a call that runs in microbatches"
         self._steps: dict[tuple[bool, int], tuple[Action | Transfer, ...]] = {}
@@ -231,6 +232,8 @@ class PipelineRunner:
             self._exchange(lent)
             combined = self._combine(run)
             self._share(run, combined, call)
+            if (apart := self._loss_weight.apart) and combined[self._loss_weight.outputs[0]] < 0:
+                raise RuntimeError(explain_apart(apart))
         except BaseException:
             for stage in self.stages.values():
                 stage.forget()
@@ -356,13 +359,23 @@ class PipelineRunner:
                 combined[i] = sums.sum() / self._loss_weight.divisor(weights.sum())
             elif i == self.loss and not self._adds_up:
                 combined[i] = torch.stack(values).mean()
-            elif i in (self.loss, self._weight):
+            elif i == self.loss or i in self._weights:
                 combined[i] = sum(values[1:], values[0])
             elif (dim := batch_dim(self.captured, i)) >= 0:
                 combined[i] = torch.cat(values, dim)
             else:
                 combined[i] = values[-1]
+        if run.count > 1 and self._loss_weight.apart and self.loss in parts and not self._goes_together(parts):
+            combined[self._loss_weight.outputs[0]].fill_(-1)  # which tells all ranks
         return combined
+
+    def _goes_together(self, parts: Mapping[int, Sequence[torch.Tensor]]) -> bool:
+        """Whether the means of the loss are over numbers of the same ratio in all microbatches, which are as large."""
+        same = torch.ones(len(next(iter(parts.values()))), dtype=torch.float64, device=self.device)
+        columns = [
+            same if w.output is None else torch.stack([*parts[w.output]]).double() for w in self._loss_weight.each
+        ]
+        return have_one_ratio(torch.stack(columns, 1))
 
     # -- after the schedule -----------------------------------------------------------------------------------------
 
