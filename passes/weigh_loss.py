@@ -1,9 +1,9 @@
 """Finds what the loss is a mean over, so that microbatches can be weighted by it.
 
 A loss that is a sum divided by what depends on the data (the number of valid tokens) gets its divisor as one more
-output of the graph, and a division whose gradient stays finite where there is nothing to count.  Means over as many, or
-over sizes of a fixed ratio, are such a mean, too, when they are added up, also with terms that read no input, as weight
-decay.  Of means over other numbers each has its own weight: whether those go together, microbatches will show.
+output of the graph, and a division whose gradient stays finite where there is nothing to count.  Means over as many are
+such a mean, too, when they are added up, also with terms that read no input, as weight decay.  Of means over other
+numbers each has its own weight: whether those go together, microbatches will show.
 
 Before:
     div = aten.div(cross_entropy_sum, cross_entropy_weight)
@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -77,8 +76,9 @@ def weigh_loss(module: fx.GraphModule, loss: int, counted: bool, inputs: Collect
         _of_quotients(module.graph, group, alone and len(groups) == 1) if _is_counted(weight) else weight
         for group, weight in zip(groups, weights, strict=True)
     ]
-    first, *others = (replace(weight, returned=counted) for weight in weights)
-    if not others:
+    of_term = {term: weight for group, weight in zip(groups, weights, strict=True) for term in group}
+    first, *others = (replace(of_term[term], returned=counted) for term in terms)
+    if len(groups) == 1:
         return first
     if any(weight.added for weight in weights):
         reason = f"it adds up means over different numbers, to some of which a number is added, at {where}"
@@ -87,7 +87,7 @@ def weigh_loss(module: fx.GraphModule, loss: int, counted: bool, inputs: Collect
 
 
 def _weighs_alike(a: fx.Node, b: fx.Node, counted: bool) -> bool:
-    """Whether two terms of a loss weigh the same, but for a factor that is the same in all microbatches."""
+    """Whether two terms of a loss weigh the same in all microbatches."""
     one, other = _of_term(a, counted), _of_term(b, counted)
     if one.kind != other.kind or one.kind == "unknown":
         return False
@@ -95,8 +95,7 @@ def _weighs_alike(a: fx.Node, b: fx.Node, counted: bool) -> bool:
         return is_same(a.args[1], b.args[1], {})
     if one.kind == "sum" or _is_counted(one) or _is_counted(other):
         return one.kind == "sum"
-    sizes = expression(one.size), expression(other.size)
-    return bool(sizes[0] == sizes[1]) or 0 not in sizes and sympy.simplify(sizes[0] / sizes[1]).is_number
+    return bool(expression(one.size) == expression(other.size))
 
 
 def _is_counted(weight: LossWeight) -> bool:

@@ -33,8 +33,9 @@ class LossWeight:
         mixes: which call is the first of which it is only taken for granted that it leaves the rows of the batch
             apart; empty where there is none.
         returned: whether the loss function returned it beside the sum, so that it is each microbatch's own.
-        others: the weights of the terms that are means over other numbers: the losses of microbatches are put together
-            by the first as long as these are the same multiples of it in all of them. ``reason`` says where they are.
+        others: the weights of its other terms, where those are means over other numbers: the losses of microbatches are
+            put together by the first as long as these are the same multiples of it in all of them. ``reason`` says
+            where they are.
     """
 
     kind: str
@@ -57,7 +58,7 @@ class LossWeight:
     @property
     def outputs(self) -> tuple[int, ...]:
         """The indices of the graph's outputs that hold weights."""
-        return tuple(weight.output for weight in self.each if weight.output is not None)
+        return tuple({weight.output: None for weight in self.each if weight.output is not None})
 
     def divisor(self, weight: Any) -> Any:
         """What the program divides the loss by, where it weighs ``weight``."""
@@ -70,8 +71,8 @@ class LossWeight:
 
     @property
     def apart(self) -> str:
-        """Why they may be put together for some batches only; empty where they can for all."""
-        return self.reason if self.kind == "mean" and self.others else ""
+        """Why those of parts of equal size may be put together for some batches only; empty where they can for all."""
+        return self.reason if self.kind == "mean" and self.others and self.outputs else ""
 
 
 def have_one_ratio(counts: torch.Tensor) -> bool:

@@ -195,6 +195,77 @@ def test_a_call_is_not_cut_where_it_might_not_be_the_same() -> None:
         assert "it adds up means over different numbers" in message and "What to change" in message
 
 
+class Lengths(nn.Module):
+    """Means over tokens, and over rows: their ratio is the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 5)
+        self.down = nn.Linear(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(x).tanh())
+        return F.mse_loss(y, x) + 0.1 * y.square().sum((1, 2)).mean()
+
+
+def _lengths(way: str) -> tuple[float, str]:
+    model, plain = pair("Lengths", way)
+    torch.manual_seed(0)
+    batches = {length: [torch.rand(rows, length, 6, dtype=torch.float64) for rows in (4, 8)] for length in (4, 6, 8)}
+    worst, message = 0.0, ""
+    for length in (4, 6, 8):
+        for window in model.accumulate(2, batches[length]):
+            for x in window:
+                model(x).backward()
+        plain(torch.cat(batches[length])).backward()
+        worst = max(worst, gradients_off(model, plain))
+        model.zero_grad(), plain.zero_grad()
+    try:
+        for window in model.accumulate(2, [batches[4][0], batches[6][1]]):
+            for x in window:
+                model(x).backward()
+    except RuntimeError as error:
+        message = str(error)
+    return worst, message
+
+
+MODELS["Lengths"] = Lengths
+
+
+@pytest.mark.parametrize("way", ["fsdp", "microbatches", "a pipeline"])
+def test_a_length_is_the_ratio_of_a_mean_over_tokens_to_one_over_rows(way: str) -> None:
+    for worst, message in run_on_ranks(_lengths, way, world_size=2):
+        assert worst < 1e-9
+        assert "whose ratio differs between microbatches: 96 and 4; 288 and 8;" in message
+
+
+class Turning(Lengths):
+    """A mean for short sequences, and a sum for long ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(x).tanh()).square()
+        return y.mean() if x.shape[1] < 5 else y.sum()
+
+
+MODELS["Turning"] = Turning
+
+
+def _turning() -> str:
+    model, _ = pair("Turning", "fsdp")
+    try:
+        for window in model.accumulate(2, [torch.rand(4, length, 6, dtype=torch.float64) for length in (4, 6)]):
+            for x in window:
+                model(x).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_means_and_sums_are_not_put_together() -> None:
+    for message in run_on_ranks(_turning, world_size=2):
+        assert "they are means in some, and sums in others" in message and "What to change" in message
+
+
 class Counted(Answers):
     """As the error advises: sums over counts that the call brings, beside one over what the model holds."""
 

@@ -38,7 +38,7 @@ from autoparallel.graph.nesting import unflatten
 from autoparallel.graph.plain_tensors import attribute_at, holder_of, rebind, tensor_at
 from autoparallel.operators import RandomState
 from autoparallel.runtime.calls.kinds import Kind, Kinds, ReadCall
-from autoparallel.runtime.gradients.accumulation import Apart, Weight, expected_count
+from autoparallel.runtime.gradients.accumulation import Weight, expected_count
 from autoparallel.runtime.parameters.slices import lay_like
 from autoparallel.runtime.programs.outputs import Delivery, NotKept, Outputs, OverMesh, refuse_detached
 from autoparallel.runtime.ranks.randomness import STREAM
@@ -306,14 +306,13 @@ def _weigh(captured: Captured, values: Sequence[Any], call: Call, window: Any) -
         return Weight()
     if weight.kind == "sum":
         return Weight(None)
-    value, *others = (_count(x, captured, values, call) for x in weight.each)
-    apart = Apart(others, weight.reason) if others else None
+    value, *apart = (_count(x, captured, values, call) for x in weight.each)
     if weight.output is not None:
         # Without any target the gradients of cross-entropies are zero, whatever they are divided by.
         least = 0.0 if weight.by_zero or weight.added else weight.least or 1.0
         expected = expected_count(call.specs, call.batch)
-        return Weight(value, expected, weight.divisor(value), least, weight.added, apart)
-    return Weight(value, value or 1.0, apart=apart)
+        return Weight(value, expected, weight.divisor(value), least, weight.added, apart, weight.reason)
+    return Weight(value, value or 1.0, apart=apart, reason=weight.reason)
 
 
 def _count(weight: LossWeight, captured: Captured, values: Sequence[Any], call: Call) -> Any:

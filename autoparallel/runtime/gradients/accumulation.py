@@ -26,19 +26,6 @@ _END: Any = object()
 
 
 @dataclass(frozen=True)
-class Apart:
-    """What terms of a loss weigh that are means over other numbers than the first.
-
-    Attributes:
-        values: numbers, or scalar tensors on the device.
-        reason: where they are added up.
-    """
-
-    values: Sequence[float | torch.Tensor]
-    reason: str
-
-
-@dataclass(frozen=True)
 class Weight:
     """What the loss of a microbatch weighs.
 
@@ -49,7 +36,9 @@ class Weight:
         divided: what the loss is divided by, where that is not its value; None where it is.
         least: what the sum of the window is divided by where all weigh nothing.
         added: what is added to the sum of the window before it divides.
-        apart: what others of its terms weigh, which must be the same multiples of it in all microbatches.
+        apart: what its other terms are means over, if not all over as much, which must be the same multiples of the
+            value in all microbatches.
+        reason: where they are added up.
     """
 
     value: float | torch.Tensor | None = 1.0
@@ -57,7 +46,8 @@ class Weight:
     divided: torch.Tensor | None = None
     least: float = 1.0
     added: float = 0.0
-    apart: Apart | None = None
+    apart: Sequence[float | torch.Tensor] = ()
+    reason: str = ""
 
 
 def expected_count(specs: Sequence[Any], batch: int) -> float:
@@ -83,9 +73,10 @@ class Window(Generic[T]):
         self.weights, self.names, self.beside = weights, dict[str, None](), ""
         self._store, self._source = store, source
         self._total: Any = None
+        self._adds_up = False  # whether the loss of a microbatch was a sum
         self._reference: float | None = None
         self._least, self._added = 1.0, 0.0
-        self._counts: list[torch.Tensor] = []  # of microbatches whose losses are means over several numbers
+        self._counts: list[tuple[float | torch.Tensor, ...]] = []  # what the means of each microbatch are over
         self._reason = ""
         self._counted = 0  # the microbatch that was counted last, and the backward that was weighed last
         self._latest: object = None
@@ -153,6 +144,7 @@ class Window(Generic[T]):
             RuntimeError: where the losses of two calls are differentiated together, which are means over their own.
         """
         if weight.value is None:
+            self._adds_up = True
             return 1.0
         if self._reference is None:
             self._reference, self._least, self._added = weight.expected * self.steps, weight.least, weight.added
@@ -170,20 +162,26 @@ class Window(Generic[T]):
             self._latest = running
         if not again:
             self._total = weight.value if self._total is None else self._total + weight.value
-            if weight.apart is not None:
-                self._reason = weight.apart.reason
-                self._counts.append(_row((weight.value, *weight.apart.values)))
+            self._counts.append((weight.value, *weight.apart))
+            self._reason = weight.reason or self._reason
         return (weight.value if weight.divided is None else weight.divided) / self._reference
 
     def require_alike(self) -> None:
         """Raises RuntimeError where a loss adds up means over numbers whose ratio is another in each microbatch: each
-        mean would have gradients of its own to divide.  It waits for the device, for such losses alone."""
-        if not self._counts:
+        mean would have gradients of its own to divide.  It waits for the device, for such losses alone.  Nor are losses
+        put together that are sums in some microbatches, and means in others."""
+        if self._adds_up and self._total is not None:
+            raise RuntimeError(
+                "the losses of microbatches cannot be put together: they are means in some, and sums in others\n"
+                "What to change: let all microbatches of a window take the same way through the model."
+            )
+        length = max((len(row) for row in self._counts), default=1)
+        if length == 1:
             return
-        counts = torch.stack(self._counts)
-        if have_one_ratio(counts):
+        rows = [row * length if len(row) == 1 else row for row in self._counts]  # all of its means are over as many
+        if len({len(row) for row in rows}) == 1 and have_one_ratio(torch.stack([_row(row) for row in rows])):
             return
-        shown = "; ".join(" and ".join(f"{x:g}" for x in row) for row in counts[:3].tolist())
+        shown = "; ".join(" and ".join(f"{x:g}" for x in row) for row in rows[:3])
         why = explain_apart(self._reason, f": {shown}")
         raise RuntimeError(
             f'{why} Or pass weights="equal" to accumulate(), which takes the mean of the losses. Clear the gradients '
