@@ -32,6 +32,7 @@ class LossWeight:
         by_zero: whether the plain model divides by 0 there.
         mixes: which call is the first of which it is only taken for granted that it leaves the rows of the batch
             apart; empty where there is none.
+        hooked: where a hook inside of the model is given the gradient of each microbatch; empty where none is.
         returned: whether the loss function returned it beside the sum, so that it is each microbatch's own.
         others: the weights of its other terms, where those are means over other numbers: the losses of microbatches are
             put together by the first as long as these are the same multiples of it in all of them. ``reason`` says
@@ -47,6 +48,7 @@ class LossWeight:
     added: float = 0.0
     by_zero: bool = False
     mixes: str = ""
+    hooked: str = ""
     returned: bool = False
     others: tuple[LossWeight, ...] = ()
 

@@ -40,7 +40,7 @@ from autoparallel.operators import RandomState
 from autoparallel.runtime.calls.kinds import Kind, Kinds, ReadCall
 from autoparallel.runtime.gradients.accumulation import Weight, expected_count
 from autoparallel.runtime.parameters.slices import lay_like
-from autoparallel.runtime.programs.outputs import Delivery, NotKept, Outputs, OverMesh, refuse_detached
+from autoparallel.runtime.programs.outputs import Delivery, Entry, NotKept, Outputs, OverMesh, refuse_detached
 from autoparallel.runtime.ranks.randomness import STREAM
 
 _OF_SLICES = (torch.ops.aten.index_select.default, torch.ops.aten.index_copy.default)
@@ -70,11 +70,13 @@ def run_call(kinds: Kinds, read: ReadCall, args: Sequence[Any], kwargs: dict[str
             if captured.written:
                 call = _with_copies(captured, plain, call)
             store.begin_call()
+            entry, entering = Entry(), call
             if store.window is not None and torch.is_grad_enabled():
                 _require_weight(kind, store.window)
+                entering = replace(call, leaves=tuple(map(entry.take, call.leaves)))
             draws = captured.draws
             move_on(captured.drawn)
-            results = kind.runner.run(call, STREAM.draw(kinds.exchange.place) if draws else RandomState(0, 0))
+            results = kind.runner.run(entering, STREAM.draw(kinds.exchange.place) if draws else RandomState(0, 0))
             settle(store.prefix)
             kinds.calls += call.is_training
             results = _with_numbers_apart(captured, buffers, results)
@@ -82,7 +84,7 @@ def run_call(kinds: Kinds, read: ReadCall, args: Sequence[Any], kwargs: dict[str
             parts = _parts_of_memory(captured, plain, call, results, sizes)
             _write_back(captured, plain, buffers, [parts.get(i, x) for i, x in enumerate(results)])
             _write_back_inputs(captured, call, results)
-            values = _deliver(kinds, kind, call, results)
+            values = _deliver(kinds, kind, call, results, entry)
             values = [parts[i] if i in parts and _is_delivered(x, parts[i]) else x for i, x in enumerate(values)]
             for name, (spec, leaves) in captured.attributes.items():
                 value = pytree.tree_unflatten([leaf_value(leaf, values, sizes) for leaf in leaves], spec)
@@ -109,6 +111,12 @@ def _require_weight(kind: Kind, window: Any) -> None:
             "accumulate() cannot tell what the loss is a mean over: "
             f"{weight.reason if weight else 'it is computed outside of the compiled model'}. Pass a loss_fn that "
             'returns (sum, count) to compile(), or weights="equal" to count every microbatch alike'
+        )
+    if window.weights == "loss" and weight is not None and weight.kind == "mean" and weight.hooked:
+        raise ValueError(
+            f"accumulate() weighs microbatches, and a hook at {weight.hooked} would be given what is not divided yet\n"
+            'What to change: accumulate(..., weights="equal") gives it what loss / steps does by hand; or let '
+            "an autograd.Function take its place, whose backward is taken to be linear."
         )
 
 
@@ -185,7 +193,7 @@ def _write_back(captured: Captured, plain: nn.Module, buffers: Sequence[torch.Te
                 buffer.copy_(value)
 
 
-def _deliver(kinds: Kinds, kind: Kind, call: Call, results: Sequence[Any]) -> list[Any]:
+def _deliver(kinds: Kinds, kind: Kind, call: Call, results: Sequence[Any], entry: Entry) -> list[Any]:
     """The results of a call, those behind the buffers as the user is given them: with what their backward goes through
     first, and as ``DTensor`` where they stay as they lie over the mesh."""
     captured, store = kind.runner.captured, kinds.store
@@ -196,7 +204,7 @@ def _deliver(kinds: Kinds, kind: Kind, call: Call, results: Sequence[Any]) -> li
         for i, x in enumerate(results)
     ]
     weight, nonzero = _weigh(captured, values, call, store.window), _nonzero(captured, values)
-    delivery = Delivery(store, weight, nonzero, kind.runner.used, kind.runner.why_once)
+    delivery = Delivery(store, weight, nonzero, kind.runner.used, kind.runner.why_once, entry)
     before = captured.outputs_before
     tensors = [i for i in range(count, len(values)) if isinstance(values[i], torch.Tensor)]
     differentiable = [i for i in tensors if values[i].requires_grad]

@@ -16,6 +16,40 @@ from autoparallel.runtime.gradients.accumulation import Weight
 from autoparallel.runtime.gradients.store import GradientStore
 
 
+class Entry:
+    """The inputs of one call that are differentiated: what has made them is given the gradients of the loss on which
+    ``backward()`` was called, not what a window of ``accumulate()`` multiplies those with that enter the program.
+
+    Attributes:
+        factor: that number, where a gradient has entered.
+    """
+
+    factor: Any = None
+
+    def take(self, value: Any) -> Any:
+        """A value as the program is given it."""
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            return _Taken.apply(self, value)
+        return value
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, entry: Entry, value: torch.Tensor) -> torch.Tensor:
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        (grad,), factor = grads, ctx.entry.factor
+        if grad is None or factor is None:
+            return None, grad
+        if isinstance(factor, torch.Tensor):  # of a microbatch that weighs nothing all gradients are zero
+            factor = torch.where(factor == 0, 1, factor)
+        return None, (grad / (factor or 1.0)).to(grad.dtype)
+
+
 class Delivery:
     """The outputs of one call, which the user may differentiate together or one by one.
 
@@ -25,6 +59,7 @@ class Delivery:
         nonzero: for a loss, by its index, whether it weighs something, where the program leaves a division by zero out.
         used: the names of the parameters that the call used.
         why_once: why they can be differentiated once only; empty where they can be twice.
+        entry: the call's inputs, in a window of ``accumulate()``.
 
     Attributes:
         before: for each output, by its index, the others that it is computed of, with what they are called.
@@ -37,10 +72,11 @@ class Delivery:
         nonzero: Mapping[int, torch.Tensor],
         used: Sequence[str],
         why_once: str,
+        entry: Entry,
     ) -> None:
         self.before: dict[int, list[tuple[str, weakref.ref[torch.Tensor]]]] = {}
         self._store, self._window, self._weight, self._nonzero = store, store.window, weight, nonzero
-        self._weighed, self._why_once = False, why_once
+        self._weighed, self._why_once, self._entry = False, why_once, entry
         self._used, self._versions = used, store.versions(used)
 
     def require_twice(self) -> None:
@@ -89,7 +125,7 @@ class Delivery:
                 "backward() of a microbatch after its window of accumulate() has ended: call backward() inside "
                 "the loop over the window"
             )
-        factor = self._window.factor(self._weight, again=self._weighed)
+        factor = self._entry.factor = self._window.factor(self._weight, again=self._weighed)
         self._weighed = True
         return None if grad is None else (grad * factor).to(grad.dtype)
 
