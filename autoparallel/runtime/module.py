@@ -255,7 +255,8 @@ class ParallelModule(Face):
 
         Raises:
             ValueError: when the weight of the loss cannot be told; before anything is sent.
-            RuntimeError: when gradients were left over before, or are cleared in the middle of, a window.
+            RuntimeError: when gradients were left over before, or are cleared in the middle of, a window; at its end,
+                when a loss adds up means over numbers whose ratio was another in each microbatch.
         """
         watch_summands()
         return windows(self._store, steps, batches, weights)
