@@ -27,7 +27,7 @@ from autoparallel.graph.lines import line_of
 from autoparallel.graph.losses import LossWeight
 from autoparallel.operators.control_flow import goes_by_values
 from autoparallel.operators.flex import is_flex, reads_of_rows
-from autoparallel.operators.opaque import has_own_backward, runs_hooks
+from autoparallel.operators.opaque import first_hook, has_own_backward
 from autoparallel.passes.canonicalize_operators import BATCH_STATISTIC
 from autoparallel.passes.weigh_loss import ADDITIONS, MEANS, NUMBERS, SCALED, clamps_of, terms_of
 from autoparallel.placements import Invariant, Partial, Placement, Replicate, Shard
@@ -95,7 +95,8 @@ def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | Non
         )
         return replace(weight, kind="unknown", reason=reason)
     from_call = any(walk.placements[count] == Invariant for count in counts)
-    hooked = next((line_of(node) for node in captured.graph.nodes if runs_hooks(node.target)), "")
+    hook = first_hook(captured.graph)
+    hooked = "" if hook is None else line_of(hook)
     return replace(weight, kind=kind, from_call=from_call, mixes=walk.mixes, hooked=hooked)
 
 

@@ -16,7 +16,7 @@ After:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -63,17 +63,18 @@ def weigh_loss(module: fx.GraphModule, loss: int, counted: bool, inputs: Collect
     """
     results: Any = module.graph.output_node().args[0]
     between, terms = terms_of(results[loss], inputs, counted)
+    term_weights = {term: _of_term(term, counted) for term in terms}
     groups: list[list[fx.Node]] = []
     for term in terms:
-        group = next((group for group in groups if _weighs_alike(group[0], term, counted)), None)
+        group = next((group for group in groups if _weighs_alike(group[0], term, term_weights)), None)
         groups.append([term]) if group is None else group.append(term)
-    weights = [_of_term(term, counted) for term, *_ in groups]
+    weights = [term_weights[term] for term, *_ in groups]
     where = line_of(max(terms))
     if len(weights) > 1 and any(weight.kind == "unknown" for weight in weights):
         return LossWeight("unknown", reason=f"it adds up what are not all sums, or all means, at {where}")
     alone = all(term in {*terms, *between} or term == 0 for node in between for term in _summands(node))
     weights = [
-        _of_quotients(module.graph, group, alone and len(groups) == 1) if _is_counted(weight) else weight
+        _of_quotients(module.graph, group, alone and len(groups) == 1) if weight.size is None else weight
         for group, weight in zip(groups, weights, strict=True)
     ]
     of_term = {term: weight for group, weight in zip(groups, weights, strict=True) for term in group}
@@ -86,25 +87,18 @@ def weigh_loss(module: fx.GraphModule, loss: int, counted: bool, inputs: Collect
     return replace(first, others=tuple(others), reason=f"it adds up means over different numbers, at {where}")
 
 
-def _weighs_alike(a: fx.Node, b: fx.Node, counted: bool) -> bool:
-    """Whether two terms of a loss weigh the same in all microbatches."""
-    one, other = _of_term(a, counted), _of_term(b, counted)
-    if one.kind != other.kind or one.kind == "unknown":
-        return False
-    if one.kind == "mean" and _is_counted(one) and _is_counted(other):
-        return is_same(a.args[1], b.args[1], {})
-    if one.kind == "sum" or _is_counted(one) or _is_counted(other):
-        return one.kind == "sum"
+def _weighs_alike(a: fx.Node, b: fx.Node, weights: Mapping[fx.Node, LossWeight]) -> bool:
+    """Whether two terms of a loss weigh the same in all microbatches, of what each weighs by itself."""
+    one, other = weights[a], weights[b]
+    if one.kind != other.kind or one.kind != "mean":
+        return one.kind == other.kind == "sum"
+    if one.size is None or other.size is None:
+        return one.size is other.size and is_same(a.args[1], b.args[1], {})
     return bool(expression(one.size) == expression(other.size))
 
 
-def _is_counted(weight: LossWeight) -> bool:
-    """Whether a mean is one over what depends on the data, which ``_of_quotients`` makes an output."""
-    return weight.kind == "mean" and weight.size is None
-
-
 def _of_term(node: fx.Node, counted: bool) -> LossWeight:
-    """What a term weighs; its size is None where that depends on the data."""
+    """What a term weighs; its size is None where that depends on the data, which ``_of_quotients`` makes an output."""
     if node.op != "call_function":
         return LossWeight("unknown", reason="it is not computed by the model")
     if node.target in _QUOTIENTS:
@@ -293,8 +287,8 @@ def _strip_clamp(divisor: fx.Node) -> tuple[fx.Node | None, float, float]:
     count: Any = node.args[0] if node.args else None
     if node.target is aten.add.Tensor and not node.kwargs:
         number = node.args[1]
-        small = isinstance(count, fx.Node) and isinstance(number, int | float) and number > 0
-        return (count, 0.0, number) if small else (None, 0.0, 0.0)  # type: ignore[return-value]
+        counts = isinstance(count, fx.Node) and isinstance(number, int | float) and number > 0
+        return (count, 0.0, number) if counts else (None, 0.0, 0.0)  # type: ignore[return-value]
     if node.target not in _CLAMPS:
         return None, 0.0, 0.0
     least, most = arguments(node)["min"], arguments(node).get("max")

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import has_side_effect
@@ -190,6 +190,11 @@ def function_class(target: Any) -> type[torch.autograd.Function] | None:
 def has_own_backward(target: Any) -> bool:
     """Whether the operator's backward is Python of the user's, which must see whole gradients."""
     return function_class(target) is not None or runs_hooks(target)
+
+
+def first_hook(graph: fx.Graph) -> fx.Node | None:
+    """The first call of a graph that runs a hook of the model's; None where there is none."""
+    return next((node for node in graph.nodes if runs_hooks(node.target)), None)
 
 
 def runs_hooks(target: Any) -> bool:

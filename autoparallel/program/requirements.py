@@ -7,7 +7,7 @@ from autoparallel.graph.calls import batch_dim
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.lines import line_of
 from autoparallel.graph.losses import explain_ambiguity, is_loss
-from autoparallel.operators.opaque import runs_hooks
+from autoparallel.operators.opaque import first_hook
 
 
 def require_stageable(captured: Captured, outputs: str, microbatches: int, differentiated: bool) -> None:
@@ -59,9 +59,9 @@ def why_whole(captured: Captured, outputs: str) -> str:
             f"the losses of microbatches cannot be put together: {weight.problem}. Pass a loss_fn that returns (sum, "
             f"count), each a sum over rows, to compile(), or {_ONE_MICROBATCH}"
         )
-    if hooks := [node for node in captured.graph.nodes if runs_hooks(node.target)]:
+    if (hook := first_hook(captured.graph)) is not None:
         return (
-            f"a hook is given the gradient of each microbatch, not of the batch ({line_of(hooks[0])}): use an "
+            f"a hook is given the gradient of each microbatch, not of the batch ({line_of(hook)}): use an "
             f"autograd.Function in its place, which is taken to work row by row, or {_ONE_MICROBATCH}"
         )
     for i in {*kept_outputs(captured, outputs)} - {captured.objective, *captured.weight_outputs}:

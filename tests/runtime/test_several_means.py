@@ -89,15 +89,15 @@ def batch_of(rows: int, ignored: tuple[int, int] = (0, 0)) -> tuple[Tensor, Tens
     return x, first, last
 
 
-def pair(model: str, way: str) -> tuple[Any, nn.Module]:
+def pair(model: type[nn.Module], way: str) -> tuple[Any, nn.Module]:
     shape, options = WAYS[way]
     names = ("dp", "tp") if len(shape) > 1 else ("pp" if "pipeline" in options else "dp",)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    return autoparallel.compile(make(MODELS[model]), mesh, **options), make(MODELS[model])
+    return autoparallel.compile(make(model), mesh, **options), make(model)
 
 
 def _train(name: str, way: str) -> dict[str, Any]:
-    model, plain = pair(name, way)
+    model, plain = pair(MODELS[name], way)
     both, sizes = SideBySide(model, plain), []
     for window in model.accumulate(3, [batch_of(rows) for rows in ROWS]):
         seen = []
@@ -124,7 +124,7 @@ def test_a_window_equals_one_batch(way: str, model: str) -> None:
 
 def _apart(ignored: tuple[tuple[int, int], ...]) -> tuple[str, float]:
     """The error of a window, and how far the next one is off."""
-    model, plain = pair("Answers", "fsdp")
+    model, plain = pair(Answers, "fsdp")
 
     def go(batches: list[tuple[Tensor, Tensor, Tensor]]) -> None:
         for window in model.accumulate(len(batches), batches):
@@ -162,7 +162,7 @@ def test_means_whose_ratio_differs_are_an_error_that_loses_nothing(
 
 def _apart_in_a_pipeline() -> tuple[str, float, float]:
     """The error of a call, how far the next one is off, and one that is not differentiated."""
-    model, plain = pair("Answers", "a pipeline")
+    model, plain = pair(Answers, "a pipeline")
     message = ""
     try:
         model(*batch_of(4, (0, 1)))
@@ -184,7 +184,7 @@ def test_means_whose_ratio_differs_are_an_error_in_a_pipeline() -> None:
 
 def _refused() -> str:
     try:
-        pair("Answers", "microbatches")[0](*batch_of(4))
+        pair(Answers, "microbatches")[0](*batch_of(4))
     except autoparallel.PlanError as error:
         return str(error)
     return ""
@@ -209,7 +209,7 @@ class Lengths(nn.Module):
 
 
 def _lengths(way: str) -> tuple[float, str]:
-    model, plain = pair("Lengths", way)
+    model, plain = pair(Lengths, way)
     torch.manual_seed(0)
     batches = {length: [torch.rand(rows, length, 6, dtype=torch.float64) for rows in (4, 8)] for length in (4, 6, 8)}
     worst, message = 0.0, ""
@@ -229,9 +229,6 @@ def _lengths(way: str) -> tuple[float, str]:
     return worst, message
 
 
-MODELS["Lengths"] = Lengths
-
-
 @pytest.mark.parametrize("way", ["fsdp", "microbatches", "a pipeline"])
 def test_a_length_is_the_ratio_of_a_mean_over_tokens_to_one_over_rows(way: str) -> None:
     for worst, message in run_on_ranks(_lengths, way, world_size=2):
@@ -247,11 +244,8 @@ class Turning(Lengths):
         return y.mean() if x.shape[1] < 5 else y.sum()
 
 
-MODELS["Turning"] = Turning
-
-
 def _turning() -> str:
-    model, _ = pair("Turning", "fsdp")
+    model, _ = pair(Turning, "fsdp")
     try:
         for window in model.accumulate(2, [torch.rand(4, length, 6, dtype=torch.float64) for length in (4, 6)]):
             for x in window:
@@ -281,11 +275,8 @@ class Counted(Answers):
         return means[0] + means[1] + c.square().sum() / self.weights.sum()
 
 
-MODELS["Counted"] = Counted
-
-
 def _counted(way: str) -> float:
-    model, plain = pair("Counted", way)
+    model, plain = pair(Counted, way)
     batches = [batch_of(4, some) for some in ((0, 0), (2, 1))]
     counts = torch.tensor([6, 7])
     for window in model.accumulate(2, batches):

@@ -451,9 +451,8 @@ class PipelineRunner:
         if self._weight is None or run.count == 1:
             return run.scale
         total = combined[self._weight].double()
-        if not self._loss_weight.added:
-            total = torch.where(total == 0, self._loss_weight.least or 1.0, total)
-        return (total + self._loss_weight.added) * (run.scale / run.reference)
+        least = 0.0 if self._loss_weight.added else self._loss_weight.least or 1.0
+        return (torch.where(total == 0, least, total) + self._loss_weight.added) * (run.scale / run.reference)
 
 
 def _reason(error: BaseException) -> str:
