@@ -24,9 +24,19 @@ class Model(torch.nn.Module):
 """
 
 
-@pytest.mark.parametrize("name", ["<stdin>", "<ipython-input-3-0a1b2c3d4e5f>", "<python-input-0>", "<string>"])
-def test_what_they_read_around_them_is_watched(name: str) -> None:
-    typed: dict[str, Any] = {"__name__": __name__}
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("<stdin>", __name__),
+        ("<ipython-input-3-0a1b2c3d4e5f>", __name__),
+        ("<python-input-0>", __name__),
+        ("<string>", __name__),
+        ("<recipe>", __name__),
+        ("<recipe>", "recipe that is no module"),
+    ],
+)
+def test_what_they_read_around_them_is_watched(name: str, module: str) -> None:
+    typed: dict[str, Any] = {"__name__": module}
     exec(compile(SOURCE, name, "exec"), typed)
     model = typed["Model"]()
     compiled, x = autoparallel.compile(model), torch.randn(3, 4)

@@ -48,6 +48,7 @@ from autoparallel.graph.python_state import (
     OPAQUE,
     OURS,
     is_data,
+    is_generated,
     is_installed,
     is_library,
     is_plain,
@@ -389,10 +390,14 @@ class GlobalsRead(Watcher):
 
 def _is_executed(code: types.CodeType, table: Mapping[str, Any]) -> bool:
     """Whether a function is of text that the user's own code gives ``exec``, or Python by ``-c``; data classes make
-    their methods so, too, and named tuples in no module."""
-    module = sys.modules.get(str(table.get("__name__")))
-    is_users = module is not None and is_users_file(getattr(module, "__file__", None) or "<stdin>")
-    return is_users and code.co_filename == "<string>" and not code.co_qualname.startswith("__create_fn__")
+    their methods so, too, and named tuples in no module. Text that has a file name of its own may be in none."""
+    name = str(table.get("__name__", ""))
+    module = sys.modules.get(name)
+    if module is not None:
+        is_users = is_users_file(getattr(module, "__file__", None) or "<stdin>")
+    else:
+        is_users = bool(name) and code.co_filename != "<string>"
+    return is_users and is_generated(code.co_filename) and not code.co_qualname.startswith("__create_fn__")
 
 
 def _is_stand_in(value: Any) -> bool:
