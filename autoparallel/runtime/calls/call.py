@@ -110,7 +110,7 @@ def _require_weight(kind: Kind, window: Any) -> None:
         raise ValueError(
             "accumulate() cannot tell what the loss is a mean over: "
             f"{weight.reason if weight else 'it is computed outside of the compiled model'}. Pass a loss_fn that "
-            'returns (sum, count) to compile(), or weights="equal" to count every microbatch alike'
+            'returns (sum, count), each a sum over rows, to compile(), or weights="equal" to count all alike'
         )
     if window.weights == "loss" and weight is not None and weight.kind == "mean" and weight.hooked:
         raise ValueError(
