@@ -133,6 +133,23 @@ def test_noise_penalties_and_scales_that_are_plain_are_those_of_one_process() ->
         assert max(results.values()) < 1e-12, results
 
 
+def _begun_with_plain_gradients() -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for plan in ("fsdp", "tensor_parallel"):
+        model, plain = compiled_pair(plan=plan)
+        x, y = batch()
+        for m, loss in ((model, model(x, y)), (plain, F.mse_loss(plain(x), y))):
+            (loss + 0.1 * m.up.weight.square().sum()).backward(torch.tensor(2.0, dtype=torch.float64))
+            m.up.weight.square().backward(torch.arange(64.0, dtype=torch.float64).view(8, 8))
+        results[plan] = gradients_off(model, plain)
+    return results
+
+
+def test_a_backward_of_a_dtensor_takes_a_plain_gradient() -> None:
+    for results in run_on_ranks(_begun_with_plain_gradients, world_size=2):
+        assert max(results.values()) < 1e-12, results
+
+
 def _refused() -> list[str | None]:
     model, _ = compiled_pair(plan="fsdp")
     model(*batch()).backward()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
@@ -30,6 +30,22 @@ def watch_operands() -> None:
     0.01 * p.square().sum()``) get gradients of their kind."""
     _torch.dtensor.handle_operators(_torch.dtensor.operators_on_several(), mix)
     _torch.dtensor.handle_first(_JOINING, join)
+    _torch.dtensor.set_methods(backward=start_backward)
+
+
+def start_backward(tensor: DTensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+    """What ``tensor.backward(gradient)`` does, also for a plain gradient that all ranks have: a loss becomes a
+    ``DTensor`` by what is added to it (``loss + 0.01 * p.square().sum()``).
+
+    Raises:
+        RankMismatchError: on every rank, where the plain gradient is not the same on all of them.
+    """
+    if isinstance(gradient, Tensor) and not isinstance(gradient, DTensor):
+        mesh = tensor.device_mesh
+        if agreement_over(mesh) is not None:
+            agree_on(mesh, "backward() of a DTensor takes a plain gradient", tensor_digest(gradient.detach()))
+        gradient = DTensor.from_local(gradient, mesh, (Replicate(),) * mesh.ndim, run_check=False)
+    Tensor.backward(tensor, gradient, *args, **kwargs)
 
 
 def join(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
