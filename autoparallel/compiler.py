@@ -316,7 +316,7 @@ class Compiler:
         if isinstance(built, LocalProgram):
             self._settle(at_rest)
             return Kind(Runner(built, store, self.model, make_body), plan)
-        if call.trains and captured.weight is not None and captured.weight.mixes:
+        if call.trains and captured.weight.mixes:
             LOGGER.warning(TAKEN_FOR_GRANTED, captured.weight.mixes)
         owners = self.owners or find_owners(built, store.parameters)
         self.owners = owners if request.stages else {}

@@ -27,6 +27,7 @@ from torch import fx
 from autoparallel import operators
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.lines import line_of
+from autoparallel.graph.losses import NO_LOSS
 from autoparallel.operators.flex import is_flex, reads_of_rows
 from autoparallel.rules import operator_name
 from autoparallel.rules.calls import arguments, is_tensor, shape_of, tensor_operands, with_argument
@@ -282,7 +283,7 @@ class _Cutter:
             loss=None,
             flowing=[],
             detached=[],
-            weight=None,
+            weight=NO_LOSS,
         )
         return StageGraph(captured, tuple(numbers[len(buffers) :]), incoming, outgoing)
 

@@ -52,7 +52,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _VIEWS = (aten.unsqueeze.default, aten.expand.default, aten.reshape.default, aten._to_copy.default)
 
 
-def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | None:
+def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight:
     """What the loss weighs, as ``weigh_loss`` found it, if the loss is made of rows of the batch; else why it is not.
 
     Batch norm takes the statistics of a microbatch, and a call that no rule knows is taken to leave rows apart;
@@ -62,7 +62,7 @@ def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | Non
         specs: the inputs of a call.
     """
     weight = captured.weight
-    if weight is None or weight.kind == "unknown":
+    if weight.kind in ("unknown", "none"):
         return weight
     assert captured.objective is not None
     loss = captured.results[captured.objective]

@@ -392,7 +392,7 @@ def test_a_scalar_that_nothing_calls_the_loss_leaves_the_others_as_they_are() ->
 
     result = captured(Pair(), torch.rand(8, 4))
     assert (result.loss, result.objective, result.flowing, result.detached) == (None, None, [0, 1], [])
-    assert result.weight is not None and result.weight.kind == "unknown"
+    assert result.weight.kind == "unknown"
     assert "none of them is called 'loss'" in result.weight.reason
 
 

@@ -18,7 +18,7 @@ from autoparallel import _torch
 from autoparallel.graph.caches import HeldCache
 from autoparallel.graph.layers import Run
 from autoparallel.graph.leaves import Leaf, Number, Size
-from autoparallel.graph.losses import LossWeight, is_loss
+from autoparallel.graph.losses import NO_LOSS, LossWeight, is_loss
 from autoparallel.graph.python_state import PythonState
 from autoparallel.graph.shared_memory import SharedMemory
 from autoparallel.placements import Invariant, Layout
@@ -49,7 +49,7 @@ class Captured:
         pinned: the attributes that are numbers which the call changes, and of which the trace serves one alone, with
             the line that fixes it.
         fixed: the lines at which the model fixed sizes or numbers that were to be open.
-        weight: what the loss weighs among the microbatches of a step; None where there is no loss.
+        weight: what the loss weighs among the microbatches of a step.
         mixed: of the other results, by index, those that microbatches would make otherwise, and why.
         steady: the mutated buffers that a call changes to the same whatever its rows are, as one that counts calls.
         rest_dtypes: parameter name to its dtype in the model, where it is used in another one.
@@ -83,7 +83,7 @@ class Captured:
     flowing: list[int] = field(default_factory=list)
     detached: list[int] = field(default_factory=list)
     actual: dict[sympy.Symbol, int] = field(default_factory=dict)
-    weight: LossWeight | None = None
+    weight: LossWeight = NO_LOSS
     mixed: dict[int, str] = field(default_factory=dict)
     steady: frozenset[str] = frozenset()
     rest_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class Captured:
     @property
     def weight_outputs(self) -> tuple[int, ...]:
         """The indices of the outputs that hold what the loss weighs, where that depends on the data."""
-        return () if self.weight is None else self.weight.outputs
+        return self.weight.outputs
 
     @property
     def objective(self) -> int | None:

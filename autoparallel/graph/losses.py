@@ -23,8 +23,8 @@ class LossWeight:
     Attributes:
         output: the index of the graph's output that holds the weight, where it depends on the data.
         size: the weight as a product of sizes (of the trace), where it does not; 1 for every call of a sum.
-        kind: ``"mean"``, ``"sum"``, or ``"unknown"`` where the weight cannot be told.
-        reason: why it is unknown.
+        kind: ``"mean"``, ``"sum"``, ``"unknown"`` where the weight cannot be told, ``"none"`` where there is no loss.
+        reason: why nobody knows it.
         from_call: whether the weight comes with the call, the same for all parts of its batch, whose losses add up.
         least: what the program divides by where the weight is 0, so that a microbatch of no weight adds its sum to
             those of the others; 0 where it has none to add.
@@ -75,6 +75,9 @@ class LossWeight:
     def apart(self) -> str:
         """Why those of parts of equal size may be put together for some batches only; empty where they can for all."""
         return self.reason if self.kind == "mean" and self.others and self.outputs else ""
+
+
+NO_LOSS = LossWeight("none", reason="it is computed outside of the compiled model")
 
 
 def have_one_ratio(counts: torch.Tensor) -> bool:

@@ -140,7 +140,7 @@ def unable(captured: Captured, call: Call) -> str:
             "this call makes no loss (pass loss_fn to compile() and the target to the call, return the loss, or make "
             "it under torch.no_grad())"
         )
-    if captured.weight is not None and captured.weight.problem:
+    if captured.weight.problem:
         return captured.weight.problem
     if any(layout is not None for layout in call.layouts):
         return "an input is a DTensor"
@@ -171,7 +171,7 @@ def differing(captured: Captured, call: Call, count: int) -> str:
     if captured.mutated:
         place = line_of(captured.results[0])
         return f"it would change the buffer {captured.mutated[0]} once in each microbatch, as made at {place}"
-    return "" if captured.weight is None else captured.weight.apart or captured.weight.mixes
+    return captured.weight.apart or captured.weight.mixes
 
 
 def require_cuttable(captured: Captured, call: Call, count: int) -> None:

@@ -54,9 +54,9 @@ def why_whole(captured: Captured, outputs: str) -> str:
 
     Batch norms take the statistics of a microbatch, as is said in the documentation.
     """
-    if (weight := captured.weight) is not None and weight.problem:
+    if problem := captured.weight.problem:
         return (
-            f"the losses of microbatches cannot be put together: {weight.problem}. Pass a loss_fn that returns (sum, "
+            f"the losses of microbatches cannot be put together: {problem}. Pass a loss_fn that returns (sum, "
             f"count), each a sum over rows, to compile(), or {_ONE_MICROBATCH}"
         )
     if (hook := first_hook(captured.graph)) is not None:

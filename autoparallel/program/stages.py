@@ -100,8 +100,7 @@ def build_stages(captured: Captured, plan: Plan, target: Target, differentiated:
         outputs = [whole] * count + [layouts[c.name] for c in graph.outgoing]
         programs.append(build_program(graph.captured, replace(plan, recompute=recompute), target, received, outputs))
     ordered = tuple(crossings[number] for number in sorted(crossings))
-    apart = captured.weight is not None and captured.weight.apart
-    is_whole = bool(apart or why_whole(captured, target.outputs)) or any(
+    is_whole = bool(captured.weight.apart or why_whole(captured, target.outputs)) or any(
         n.meta.get(BATCH_STATISTIC) for n in nodes.values()
     )
     return StagedProgram(captured, pipeline, tuple(graphs), tuple(programs), ordered, is_whole)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
 from autoparallel import Plan
+from autoparallel.graph.losses import NO_LOSS
 from tests.distributed import run_distributed
 from tests.runtime.support import SideBySide
 
@@ -84,7 +85,7 @@ def _train(vocabulary: int, tied: bool, shape: tuple[int, ...], p: float, plan: 
 
 
 def _program(model: Any) -> Any:
-    kind = next(k for k in model._kinds if k.runner.program.captured.weight is not None)
+    kind = next(k for k in model._kinds if k.runner.program.captured.weight != NO_LOSS)
     return kind.runner.program
 
 

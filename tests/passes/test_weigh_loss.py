@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from autoparallel.capture.capture import capture
 from autoparallel.capture.settings import CaptureSettings
 from autoparallel.graph.captured import Captured, InputSpec, describe_inputs
+from autoparallel.graph.losses import NO_LOSS
 from autoparallel.operators import mean_or_sum, weighted_mean
 from tests.passes.support import show
 
@@ -50,7 +51,7 @@ def test_before_and_after() -> None:
         "weighted_mean = losses.weighted_mean(cross_entropy_sum, cross_entropy_weight)",
         "return [weighted_mean, cross_entropy_weight]",
     ]
-    assert graph.weight is not None and (graph.weight.kind, graph.weight.output) == ("mean", 1)
+    assert (graph.weight.kind, graph.weight.output) == ("mean", 1)
 
 
 def counted(out: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +104,7 @@ WITH_COUNT = {"labels": LABELS, "count": torch.tensor(5)}
 )
 def test_what_a_loss_weighs(loss_fn: Callable[..., Any], target: Any, kind: str, size: Any) -> None:
     graph = captured(loss_fn, target)
-    assert graph.weight is not None and graph.weight.kind == kind, graph.weight
+    assert graph.weight.kind == kind, graph.weight
     assert bool(graph.weight.reason) == (kind == "unknown" or bool(graph.weight.others))
     assert (graph.weight.output is not None) == (size == "output")
     if isinstance(size, int):
@@ -130,13 +131,13 @@ class Decayed(Linear):
 )
 def test_what_reads_no_input_may_be_added_to_a_mean(loss_fn: Callable[..., Any], kind: str) -> None:
     graph = captured(loss_fn, LABELS, Decayed())
-    assert graph.weight is not None and graph.weight.kind == kind, graph.weight
+    assert graph.weight.kind == kind, graph.weight
 
 
 def test_no_loss_weighs_nothing() -> None:
     leaves, spec = pytree.tree_flatten(((torch.rand(8, 4),), {}))
     specs, batch = describe_inputs(leaves)
-    assert capture(Linear(), specs, spec, CaptureSettings(4, batch)).weight is None
+    assert capture(Linear(), specs, spec, CaptureSettings(4, batch)).weight == NO_LOSS
 
 
 @pytest.mark.parametrize(("weight", "grad", "expected"), [(2.0, 3.0, 1.5), (0.0, 3.0, torch.inf), (0.0, 0.0, 0.0)])
@@ -164,5 +165,5 @@ def row_sum(out: Tensor, y: Tensor) -> Tensor:
 )
 def test_what_stands_for_a_count_of_zero(loss_fn: Callable[..., Any], least: float, by_zero: bool) -> None:
     graph = captured(loss_fn, LABELS)
-    assert graph.weight is not None and (graph.weight.least, graph.weight.by_zero) == (least, by_zero)
+    assert (graph.weight.least, graph.weight.by_zero) == (least, by_zero)
     assert any(node.target is mean_or_sum for node in graph.graph.nodes) == by_zero

@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel.graph.leaves import Leaf
-from autoparallel.graph.losses import NAME, LossWeight, explain_ambiguity, is_loss
+from autoparallel.graph.losses import NAME, NO_LOSS, LossWeight, explain_ambiguity, is_loss
 from autoparallel.passes.mark_gradients import differentiable_outputs
 from autoparallel.passes.weigh_loss import weigh_loss
 
@@ -34,7 +34,7 @@ class Objective:
     flowing: tuple[int, ...]
     loss: int | None
     alone: int | None
-    weight: LossWeight | None
+    weight: LossWeight
 
 
 def find_objective(
@@ -90,7 +90,7 @@ def set_apart(graph: fx.Graph, parameter: fx.Node) -> fx.Node:
 
 def weigh_outputs(
     module: fx.GraphModule, flowing: Sequence[int], loss: int | None, counted: bool, inputs: Collection[str]
-) -> LossWeight | None:
+) -> LossWeight:
     """What the loss weighs, where a scalar output can be differentiated."""
     results: Any = module.graph.output_node().args[0]
     scalars = [i for i in flowing if is_loss(results[i])]
@@ -98,8 +98,8 @@ def weigh_outputs(
         what = f"the model returns {len(scalars)} scalars that can be differentiated (detach all but the loss)"
         return LossWeight("unknown", reason=what)
     if loss is None and len(flowing) > 1:
-        return LossWeight("unknown", reason=explain_ambiguity(len(flowing))) if scalars else None
-    return weigh_loss(module, scalars[0], counted, inputs) if scalars else None
+        return LossWeight("unknown", reason=explain_ambiguity(len(flowing))) if scalars else NO_LOSS
+    return weigh_loss(module, scalars[0], counted, inputs) if scalars else NO_LOSS
 
 
 def _loss_index(output: Any) -> int | None:

@@ -141,8 +141,7 @@ class MeshSearch:
         must = self.request.pipeline is not None
         if not must:
             looks.at_meshes_without_pipeline()
-        weight = self.captured.weight
-        problem = self.refusal or unable(self.captured, self.call) or ("" if must or weight is None else weight.apart)
+        problem = self.refusal or unable(self.captured, self.call) or ("" if must else self.captured.weight.apart)
         if not problem:
             looks.at_pipelines()
         elif must:

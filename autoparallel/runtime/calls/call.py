@@ -106,13 +106,12 @@ def run_call(kinds: Kinds, read: ReadCall, args: Sequence[Any], kwargs: dict[str
 
 def _require_weight(kind: Kind, window: Any) -> None:
     weight = kind.runner.captured.weight
-    if window.weights == "loss" and (weight is None or weight.kind == "unknown"):
+    if window.weights == "loss" and weight.kind in ("unknown", "none"):
         raise ValueError(
-            "accumulate() cannot tell what the loss is a mean over: "
-            f"{weight.reason if weight else 'it is computed outside of the compiled model'}. Pass a loss_fn that "
+            f"accumulate() cannot tell what the loss is a mean over: {weight.reason}. Pass a loss_fn that "
             'returns (sum, count), each a sum over rows, to compile(), or weights="equal" to count all alike'
         )
-    if window.weights == "loss" and weight is not None and weight.kind == "mean" and weight.hooked:
+    if window.weights == "loss" and weight.kind == "mean" and weight.hooked:
         raise ValueError(
             f"accumulate() weighs microbatches, and a hook at {weight.hooked} would be given what is not divided yet\n"
             'What to change: accumulate(..., weights="equal") gives it what loss / steps does by hand; or let '
@@ -301,7 +300,7 @@ def _require_same_shapes(captured: Captured, buffers: Sequence[torch.Tensor], re
 def _nonzero(captured: Captured, values: Sequence[Any]) -> dict[int, torch.Tensor]:
     """Whether the loss weighs something, by its index, where the program leaves a division by zero out."""
     weight = captured.weight
-    if weight is None or not weight.by_zero:
+    if not weight.by_zero:
         return {}
     assert weight.output is not None and captured.objective is not None
     return {captured.objective: values[weight.output] != 0}
@@ -310,7 +309,7 @@ def _nonzero(captured: Captured, values: Sequence[Any]) -> dict[int, torch.Tenso
 def _weigh(captured: Captured, values: Sequence[Any], call: Call, window: Any) -> Weight:
     """What a microbatch weighs in a window of ``accumulate()``."""
     weight = captured.weight
-    if window is None or weight is None or window.weights == "equal":
+    if window is None or window.weights == "equal" or weight.kind == "none":
         return Weight()
     if weight.kind == "sum":
         return Weight(None)

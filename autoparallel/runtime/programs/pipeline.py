@@ -33,7 +33,7 @@ from autoparallel.graph.calls import (
     sizes_of,
 )
 from autoparallel.graph.captured import InputSpec
-from autoparallel.graph.losses import LossWeight, explain_apart, have_one_ratio
+from autoparallel.graph.losses import explain_apart, have_one_ratio
 from autoparallel.operators import RandomState, draw_from
 from autoparallel.pipeline.schedules import (
     BACKWARD,
@@ -147,7 +147,7 @@ class PipelineRunner:
         self.specs = [(to_dtensor_placements(whole), whole)] * len(captured.results)
         used = {name: None for program in staged.programs for name in program.chains}
         self.used = tuple(name for name in used if name in store.parameters)
-        self.loss, self._loss_weight = captured.objective, captured.weight or LossWeight("unknown")
+        self.loss, self._loss_weight = captured.objective, captured.weight
         # The number, among the results, of what the loss of a microbatch weighs; none where losses just add up.
         self._adds_up = self._loss_weight.kind == "sum" or self._loss_weight.from_call
         self._weight = None if self._adds_up else self._loss_weight.output
