@@ -26,7 +26,7 @@ from autoparallel.operators.control_flow import require_sizes
 from autoparallel.placements import Partial, Shard
 from autoparallel.placements.modes import Mode
 from autoparallel.rules.calls import CASTS, MASKS, arguments, dims_of, shape_of, tensor_operands
-from autoparallel.rules.core import Rule, dim_names, dimwise
+from autoparallel.rules.core import Rule, RuleError, dim_names, dimwise
 from autoparallel.rules.flat_calls import INTO_ALONG, FlatCall, MixedRows, either
 from autoparallel.rules.localize import LocalCall
 from autoparallel.rules.shapes import expression
@@ -209,7 +209,10 @@ class _Follower:
 
     def _rule(self, node: fx.Node) -> Rule:
         is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or node.target in DRAWS
-        rule = None if is_random or node.target in _NEED_ROWS else self.rule_of(node)
+        try:
+            rule = None if is_random or node.target in _NEED_ROWS else self.rule_of(node)
+        except RuleError:  # sizes that are equal for some values alone, each with some number here
+            rule = None
         if rule is None:
             raise MixedRows
         return rule

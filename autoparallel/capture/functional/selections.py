@@ -32,7 +32,7 @@ from autoparallel.graph.errors import CaptureError, refusal
 from autoparallel.graph.lines import line_of, marks_of
 from autoparallel.operators.control_flow import SELECTION, control_operator, goes_by_values, inner_graphs, require_sizes
 from autoparallel.passes.emitter import Emitter
-from autoparallel.passes.mark_gradients import flows, mark_differentiable
+from autoparallel.passes.mark_gradients import flows, mark_differentiable, mark_new
 from autoparallel.rules.calls import is_tensor, selects_rows, shape_of
 from autoparallel.rules.flat_calls import INTO_ALONG
 from autoparallel.rules.shapes import expression
@@ -66,6 +66,7 @@ def group_selections(program: ExportedProgram, by_numbers: bool = False) -> None
         sizes_of = Sizes(program)
         for group in _groups(graph, symbols):
             _replace(group, sizes_of)
+            mark_new(graph)  # the next one may read what this has become
 
 
 def _selects(node: fx.Node) -> bool:
