@@ -12,6 +12,7 @@ from torch import Tensor
 from autoparallel import _torch
 from autoparallel.runtime.dtensors.draws import watch_draws
 from autoparallel.runtime.dtensors.lists import watch_lists
+from autoparallel.runtime.dtensors.losses import watch_losses
 from autoparallel.runtime.dtensors.mixed import watch_operands
 from autoparallel.runtime.dtensors.stages import require_here
 from autoparallel.runtime.dtensors.values import watch_values
@@ -41,6 +42,7 @@ def handle_operators() -> None:
     _torch.dtensor.handle_operators([_ATEN._cudnn_rnn_flatten_weight.default], leave_apart)
     _torch.dtensor.handle_first((_ATEN.argmax.default, _ATEN.argmin.default), count_from_first)
     watch_operands()
+    watch_losses()
 
 
 def copy_deeply(tensor: Tensor, memo: dict[int, Any]) -> Any:
