@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -59,3 +60,17 @@ def _where(outputs: DTensor) -> tuple[Any, Any]:
 def test_means_of_losses_are_those_of_one_process(plan: str) -> None:
     for results in run_on_ranks(_trained, plan, world_size=2):
         assert max(results.values()) < 1e-12, results
+
+
+def _picked(plan: str) -> float:
+    model, plain = compiled_pair(Net, plan=plan, loss_fn=None, outputs="sharded")
+    (x, y), index = batch(), torch.arange(10).view(5, 2) % 4
+    for m in (model, plain):
+        outputs = m(x)
+        (outputs.gather(1, index).square().sum() + outputs.scatter_add(1, index, y).exp().sum()).backward()
+    return gradients_off(model, plain)
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
+def test_fewer_rows_are_picked_from_those_of_the_whole(plan: str) -> None:
+    assert max(run_on_ranks(_picked, plan, world_size=2)) < 1e-12

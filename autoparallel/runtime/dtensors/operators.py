@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
 from autoparallel.runtime.dtensors.draws import watch_draws
@@ -43,6 +44,7 @@ def handle_operators() -> None:
     _torch.dtensor.handle_first((_ATEN.argmax.default, _ATEN.argmin.default), count_from_first)
     watch_operands()
     watch_losses()
+    _torch.dtensor.handle_first([_ATEN.gather.default], pick_wholly)
 
 
 def copy_deeply(tensor: Tensor, memo: dict[int, Any]) -> Any:
@@ -65,6 +67,19 @@ def count_from_first(earlier: Any, operator: Any, args: Sequence[Any], kwargs: M
     if rest and rest[0] is not None and rest[0] < 0:
         rest[0] += tensor.ndim
     return _torch.dtensor.carry_out(earlier, operator, (tensor, *rest), kwargs)
+
+
+def pick_wholly(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What ``x.gather(dim, index)`` picks, on whole tensors where the index has fewer rows: torch has each rank pick
+    from its part of both, which are not the same rows."""
+    tensor, dim, index, *_ = args
+    sizes = enumerate(zip(tensor.shape, index.shape, strict=False))
+    if any(i != dim % tensor.ndim and size != fewer for i, (size, fewer) in sizes):
+        args = [
+            _torch.dtensor.replicated(_torch.dtensor.gather(x), x.device_mesh) if isinstance(x, DTensor) else x
+            for x in args
+        ]
+    return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
 
 
 def fill_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
