@@ -75,7 +75,7 @@ def leave_out_logits(captured: Captured) -> None:
         return
     output = captured.graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    needed = {*range(len(captured.mutated)), captured.loss, *captured.weight_outputs, *captured.written.values()}
+    needed = {*range(len(captured.mutated)), captured.loss, *captured.weight.outputs, *captured.written.values()}
     logits = {x for head in find_heads(captured.graph, alone=False) for x in (head.product, *head.between)}
     for node in captured.graph.nodes:
         if node.target not in LOSSES and is_tensor(node) and logits.intersection(node.all_input_nodes):

@@ -177,7 +177,7 @@ class _Cutter:
         self.produced: dict[int, list[int]] = {}  # stage to the numbers of the results that it makes
         for i, node in enumerate(self.results):
             if i < buffers or i in outputs:
-                stage = stages.get(node, home if i in captured.weight_outputs else last)
+                stage = stages.get(node, home if i in captured.weight.outputs else last)
                 self.produced.setdefault(stage, []).append(i)
         self.needs = [self._needs(stage) for stage in range(count)]
         self.crossings = self._crossings()

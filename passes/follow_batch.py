@@ -122,7 +122,7 @@ def follow_results(captured: Captured, specs: Sequence[Any], statistics: Collect
         statistics: the buffers of batch norms, which take the statistics of a microbatch.
     """
     changed = captured.mutated
-    left = {i for i, path in enumerate(changed) if path in statistics} | {captured.objective, *captured.weight_outputs}
+    left = {i for i, path in enumerate(changed) if path in statistics} | {captured.objective, *captured.weight.outputs}
     results = {i: node for i, node in enumerate(captured.results) if i not in left}
     names = zip(captured.inputs, specs, strict=True)
     batched = [name for name, spec in names if name is not None and isinstance(spec, InputSpec) and spec.batch]

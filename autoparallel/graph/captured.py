@@ -165,11 +165,6 @@ class Captured:
         return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     @property
-    def weight_outputs(self) -> tuple[int, ...]:
-        """The indices of the outputs that hold what the loss weighs, where that depends on the data."""
-        return self.weight.outputs
-
-    @property
     def objective(self) -> int | None:
         """The index of what can only be the loss: the known one, or the one output that can be differentiated, where
         it is a scalar."""

@@ -35,7 +35,7 @@ def kept_outputs(captured: Captured, outputs: str) -> list[int]:
     first = len(captured.mutated)
     every = captured.objective is None or outputs == "gather"
     numbers = [i for i in range(first, len(captured.results)) if i not in captured.left_out]
-    return [i for i in numbers if every or i in (captured.objective, *captured.weight_outputs)]
+    return [i for i in numbers if every or i in (captured.objective, *captured.weight.outputs)]
 
 
 def _require_loss(captured: Captured) -> None:
@@ -64,7 +64,7 @@ def why_whole(captured: Captured, outputs: str) -> str:
             f"a hook is given the gradient of each microbatch, not of the batch ({line_of(hook)}): use an "
             f"autograd.Function in its place, which is taken to work row by row, or {_ONE_MICROBATCH}"
         )
-    for i in {*kept_outputs(captured, outputs)} - {captured.objective, *captured.weight_outputs}:
+    for i in {*kept_outputs(captured, outputs)} - {captured.objective, *captured.weight.outputs}:
         key = captured.results[i].meta["key"]
         if batch_dim(captured, i) < 0:
             return (

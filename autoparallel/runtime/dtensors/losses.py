@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autoparallel import _torch
+from autoparallel.operators.torch_random import arguments_of
 
 _ATEN = torch.ops.aten
 _VALUES = (
@@ -35,7 +36,7 @@ def watch_losses() -> None:
 
 def divide_sum(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A loss, of which a mean is its sum over the number of elements."""
-    values = _arguments_of(operator, args, kwargs)
+    values = arguments_of(operator, tuple(args), dict(kwargs))
     if values["reduction"] != _MEAN:
         return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
     total = _torch.dtensor.carry_out(earlier, operator, (*(values | {"reduction": _SUM}).values(),), {})
@@ -44,15 +45,8 @@ def divide_sum(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping
 
 def divide_gradient(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The gradient of a loss, of which that of a mean is the sum's over the number of elements."""
-    values = _arguments_of(operator, args, kwargs)
+    values = arguments_of(operator, tuple(args), dict(kwargs))
     if values["reduction"] == _MEAN:
         divided = values["grad_output"] / values["self"].numel()
         args, kwargs = (*(values | {"grad_output": divided, "reduction": _SUM}).values(),), {}
     return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
-
-
-def _arguments_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name, in their order."""
-    schema = operator._schema.arguments
-    passed = dict(zip((argument.name for argument in schema), args, strict=False)) | dict(kwargs)
-    return {argument.name: passed.get(argument.name, argument.default_value) for argument in schema}

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.runtime.dtensors.stages import meet
+from autoparallel.runtime.dtensors.stages import as_gradient, meet
 from autoparallel.runtime.dtensors.writes import keep_kinds
 from autoparallel.runtime.parameters.slices import lies_elsewhere
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
@@ -44,7 +44,7 @@ def start_backward(tensor: DTensor, gradient: Tensor | None = None, *args: Any, 
         mesh = tensor.device_mesh
         if agreement_over(mesh) is not None:
             agree_on(mesh, "backward() of a DTensor takes a plain gradient", tensor_digest(gradient.detach()))
-        gradient = DTensor.from_local(gradient, mesh, (Replicate(),) * mesh.ndim, run_check=False)
+        gradient = as_gradient(gradient, mesh)
     Tensor.backward(tensor, gradient, *args, **kwargs)
 
 
