@@ -70,19 +70,20 @@ def leave_only_loss(captured: Captured) -> None:
 
 
 def leave_out_logits(captured: Captured) -> None:
-    """Makes outputs beside a known loss no more that are made of its logits, so that those can be cut into chunks."""
-    if captured.loss is None:
+    """Makes outputs beside the loss no more that are made of its logits, so that those can be cut into chunks."""
+    loss = captured.objective
+    if loss is None:
         return
     output = captured.graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    needed = {*range(len(captured.mutated)), captured.loss, *captured.weight.outputs, *captured.written.values()}
+    needed = {*range(len(captured.mutated)), loss, *captured.weight.outputs, *captured.written.values()}
     logits = {x for head in find_heads(captured.graph, alone=False) for x in (head.product, *head.between)}
     for node in captured.graph.nodes:
         if node.target not in LOSSES and is_tensor(node) and logits.intersection(node.all_input_nodes):
             logits.add(node)
     left_out = {i for i, node in enumerate(results) if i not in needed and node in logits}
     if left_out:
-        output.args = (tuple(results[captured.loss] if i in left_out else x for i, x in enumerate(results)),)
+        output.args = (tuple(results[loss] if i in left_out else x for i, x in enumerate(results)),)
         captured.graph.eliminate_dead_code()
         raise_row_views(captured.module)
         name_nodes(captured.graph)

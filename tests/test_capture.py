@@ -391,9 +391,19 @@ def test_a_scalar_that_nothing_calls_the_loss_leaves_the_others_as_they_are() ->
             return out["logits"], out["loss"]
 
     result = captured(Pair(), torch.rand(8, 4))
-    assert (result.loss, result.objective, result.flowing, result.detached) == (None, None, [0, 1], [])
-    assert result.weight.kind == "unknown"
-    assert "none of them is called 'loss'" in result.weight.reason
+    assert (result.loss, result.objective, result.flowing, result.detached) == (None, 1, [0, 1], [])
+    assert result.weight.kind == "mean", "where microbatches are put together it is the loss"
+
+
+def test_of_two_scalars_nobody_knows_which_is_the_loss() -> None:
+    class Pair(_Dictionary):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            out = super().forward(x, scale=1.0)
+            return out["logits"].square().mean(), out["loss"]
+
+    result = captured(Pair(), torch.rand(8, 4))
+    assert (result.loss, result.objective, result.flowing) == (None, None, [0, 1])
+    assert result.weight.kind == "unknown" and "none of them is called 'loss'" in result.weight.reason
 
 
 def test_keys_name_module_operator_and_occurrence() -> None:

@@ -166,11 +166,10 @@ class Captured:
 
     @property
     def objective(self) -> int | None:
-        """The index of what can only be the loss: the known one, or the one output that can be differentiated, where
-        it is a scalar."""
-        if self.loss is not None or len(self.flowing) != 1:
-            return self.loss
-        return self.flowing[0] if is_loss(self.results[self.flowing[0]]) else None
+        """The index of what is taken for the loss where one is asked for: the known one, or the one scalar among the
+        outputs that can be differentiated, which alone is then."""
+        scalars = [i for i in self.flowing if is_loss(self.results[i])]
+        return scalars[0] if self.loss is None and len(scalars) == 1 else self.loss
 
     @property
     def flows_from_loss_alone(self) -> bool:

@@ -105,4 +105,4 @@ def explain_apart(reason: str, shown: str = "") -> str:
 
 def explain_ambiguity(count: int) -> str:
     """Why nobody knows which output is the loss."""
-    return f"the model returns {count} outputs that can be differentiated, and none of them is called {NAME!r}"
+    return f"the model returns {count} scalars that can be differentiated, and none of them is called {NAME!r}"

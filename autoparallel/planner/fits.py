@@ -19,7 +19,6 @@ from autoparallel.graph.changed_arguments import shown_changes
 from autoparallel.graph.fingerprint import fingerprint
 from autoparallel.graph.input_values import places_of
 from autoparallel.graph.lines import line_of
-from autoparallel.graph.losses import explain_ambiguity
 from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.placements import Invariant, Layout, Shard, divides, fills_up, format_layout, reaches_all
@@ -133,15 +132,13 @@ def _require_layout(
 
 def unable(captured: Captured, call: Call) -> str:
     """Why a model cannot be run in microbatches, as a pipeline does; empty where it can."""
+    if captured.weight.problem:
+        return captured.weight.problem
     if captured.objective is None:
-        if len(captured.flowing) > 1:
-            return explain_ambiguity(len(captured.flowing))
         return (
             "this call makes no loss (pass loss_fn to compile() and the target to the call, return the loss, or make "
             "it under torch.no_grad())"
         )
-    if captured.weight.problem:
-        return captured.weight.problem
     if any(layout is not None for layout in call.layouts):
         return "an input is a DTensor"
     if any(isinstance(s, InputSpec) and s.requires_grad for s in call.specs):
@@ -189,5 +186,5 @@ def require_chunkable(graph: fx.Graph, chunks: int) -> None:
         raise PlanError(
             f"the loss cannot be computed in {chunks} chunks of rows: that takes a linear layer whose logits go to "
             "cross_entropy (or through log_softmax to nll_loss) with reduction 'mean' or 'sum', and which nothing else "
-            "reads, outputs included, unless the loss is known and outputs='auto'. Else leave loss_chunks out"
+            "reads, outputs included, unless the loss is among them and outputs='auto'. Else leave loss_chunks out"
         )

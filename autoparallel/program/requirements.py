@@ -6,7 +6,6 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import batch_dim
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.lines import line_of
-from autoparallel.graph.losses import explain_ambiguity, is_loss
 from autoparallel.operators.opaque import first_hook
 
 
@@ -39,13 +38,12 @@ def kept_outputs(captured: Captured, outputs: str) -> list[int]:
 
 
 def _require_loss(captured: Captured) -> None:
-    """Refuses a call in training that returns a scalar which may be the loss, or may not be all of it."""
-    results = captured.results
-    if captured.objective is None and any(is_loss(results[i]) for i in captured.flowing):
+    """Refuses a call in training that returns several scalars of which nobody knows which is the loss."""
+    if captured.objective is None and captured.weight.kind == "unknown":
         raise PlanError(
-            f"{explain_ambiguity(len(captured.flowing))}, but a pipeline must know its loss, which is all that it "
+            f"{captured.weight.reason}, but a pipeline must know its loss, which is all that it "
             'differentiates: pass loss_fn to compile(), return the loss under the name "loss" (the key of a dict, the '
-            "field of a named tuple), or detach the other outputs in the model"
+            "field of a named tuple), or detach the others in the model"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import namedtuple
 from typing import Any
 
@@ -159,19 +160,62 @@ def test_in_eval_mode_outputs_are_differentiated_too() -> None:
     assert gradients_off(model, plain) < TOLERANCE
 
 
+def _accumulate(model: Any, batches: Any, objective: Any, **options: Any) -> None:
+    for window in model.accumulate(len(batches), batches, **options):
+        for inputs in window:
+            objective(model(*inputs) if isinstance(inputs, tuple) else model(inputs)).backward()
+
+
+class _Logits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(8, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        logits = self.head(x[:, 0])
+        return logits, F.cross_entropy(logits, y)
+
+
 class TestWindows:
     """``accumulate()`` weighs a microbatch by what its loss is a mean over."""
 
-    def test_it_asks_which_output_is_the_loss(self) -> None:
-        model = autoparallel.compile(Program(auxiliary))
+    def test_it_asks_which_scalar_is_the_loss(self) -> None:
+        model = autoparallel.compile(Program(lambda m, x: ((x @ m.w).square().mean(), m.b.mean())))
+        text = raised(lambda: _accumulate(model, [rows(), rows()], lambda out: out[1]))
+        assert "returns 2 scalars that can be differentiated" in text and 'weights="equal"' in text
 
-        def run() -> None:
-            for window in model.accumulate(2, [rows(), rows()]):
-                for x in window:
-                    model(x)[1].backward()
+    @pytest.mark.parametrize("options", [{}, {"microbatches": 2}], ids=str)
+    def test_the_only_scalar_is_the_loss(self, options: Any) -> None:
+        """``logits, loss = model(x, y)``; with as many valid targets in each microbatch it would not show."""
+        plain = _Logits()
+        model = autoparallel.compile(copy.deepcopy(plain), **options)
+        batches = [(rows(4), torch.tensor([1, 2, -100, -100])), (rows(4, seed=2), torch.tensor([0, 1, 2, 3]))]
+        _accumulate(model, batches, lambda out: out[1])
+        plain(*(torch.cat(parts) for parts in zip(*batches, strict=True)))[1].backward()
+        assert gradients_off(model, plain) < TOLERANCE
 
-        text = raised(run)
-        assert "returns 2 outputs that can be differentiated" in text and 'weights="equal"' in text
+    @pytest.mark.parametrize("named", [True, False])
+    @pytest.mark.parametrize("weights", ["loss", "equal"])
+    def test_what_else_is_differentiated_is_weighed_by_nothing(self, named: bool, weights: str) -> None:
+        """A term of the loop's own, of an output, has no weight that anybody knows."""
+        plain = Program(with_loss if named else lambda m, x: tuple(with_loss(m, x).values()))
+        model = autoparallel.compile(copy.deepcopy(plain), outputs="gather")
+        batches = [rows(4), rows(4, seed=2)]
+
+        def both(out: Any) -> Tensor:
+            loss, logits = out.values() if named else out
+            return loss + logits.sin().mean()
+
+        if weights == "loss":
+            text = raised(lambda: _accumulate(model, batches, both))
+            assert "output 1 of the model, which is not taken for its loss, was differentiated in a window" in text
+            assert all(p.grad is None for p in model.parameters())
+            return
+        _accumulate(model, batches, both, weights=weights)
+        for x in batches:
+            (both(plain(x)) / 2).backward()
+        assert gradients_off(model, plain) < TOLERANCE
 
     def test_a_named_loss_is_weighed_whatever_stands_beside_it(self) -> None:
         plain = Program(lambda m, x: {"loss": (x @ m.w + m.b).square().mean(), "norm": m.w.norm()})
@@ -232,8 +276,13 @@ def test_two_ranks(plan: str) -> None:
 
 class _Tuple(_Head):
     def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+        return tuple(super().forward(x, y).values())
+
+
+class _TwoScalars(_Head):
+    def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
         out = super().forward(x, y)
-        return out["logits"], out["loss"]
+        return out["logits"].square().mean(), out["loss"]
 
 
 def _pipelines() -> dict[str, Any]:
@@ -243,32 +292,41 @@ def _pipelines() -> dict[str, Any]:
     x, y = batch(0)
     torch.manual_seed(0)
     results: dict[str, Any] = {}
-    model = autoparallel.compile(_Tuple().double(), mesh)
+    model = autoparallel.compile(_TwoScalars().double(), mesh)
     results["ambiguous"] = raised(lambda: model(x, y))
-    plain = _Head().double()
-    for outputs in ("auto", "gather"):
+    for outputs, cls in itertools.product(("auto", "gather"), (_Head, _Tuple)):
+        plain = cls().double()
         model = autoparallel.compile(copy.deepcopy(plain), mesh, outputs=outputs)
-        out, expected = model(x, y), plain(x, y)
+        (logits, loss), expected = _both(model(x, y)), _both(plain(x, y))
         if outputs == "gather":
-            results["kept"] = off(out["logits"].detach(), expected["logits"].detach())
-            results["refused"] = raised(lambda out=out: out["logits"].sum().backward())
-        plain.zero_grad()
-        out["loss"].backward(), expected["loss"].backward()
+            results["kept"] = off(logits.detach(), expected[0].detach())
+            results["refused"] = raised(lambda logits=logits: logits.sum().backward())
+        else:
+            results["not kept"] = raised(lambda logits=logits: logits.sum())
+        loss.backward(), expected[1].backward()
         mine = dict(model.named_parameters())
         held = [(n, p) for n, p in plain.named_parameters() if mine[n].grad is not None]
-        results[f"{outputs}: held"] = len(held)
+        results[f"{outputs}, {cls.__name__}: held"] = len(held)
         here = [(mine[n].grad.to_local(), p.grad) for n, p in held]  # type: ignore[union-attr]
-        results[f"{outputs}: gradients"] = max(off(a, b) for a, b in here if a.numel() and b is not None)
+        gradients = max(off(a, b) for a, b in here if a.numel() and b is not None)
+        results[f"{outputs}, {cls.__name__}: gradients"] = gradients
     return results
+
+
+def _both(out: Any) -> tuple[Any, Any]:
+    logits, loss = out.values() if isinstance(out, dict) else out
+    return logits, loss
 
 
 def test_a_pipeline_knows_its_loss_or_says_so() -> None:
     for results in run_distributed(_pipelines, world_size=2):
         assert "a pipeline must know its loss" in results["ambiguous"] and 'the name "loss"' in results["ambiguous"]
         assert "a pipeline differentiates its loss only" in results["refused"]
+        assert "output 0 of the model is not kept" in results["not kept"]
         assert results["kept"] < TOLERANCE
-        for outputs in ("auto", "gather"):
-            assert results[f"{outputs}: held"] and results[f"{outputs}: gradients"] < TOLERANCE
+        for case in itertools.product(("auto", "gather"), ("_Head", "_Tuple")):
+            name = ", ".join(case)
+            assert results[f"{name}: held"] and results[f"{name}: gradients"] < TOLERANCE
 
 
 def test_fields_keep_the_order_in_which_they_were_set() -> None:

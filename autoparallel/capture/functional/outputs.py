@@ -1,7 +1,8 @@
 """Which of a model's outputs is the loss, and what it weighs.
 
 The loss is known where ``loss_fn`` has computed the outputs, or where one of them is called "loss": the key of a dict,
-the field of a named tuple or a dataclass.  What a user differentiates elsewhere, nobody can know before.
+the field of a named tuple or a dataclass.  What a user differentiates elsewhere, nobody can know before; where
+microbatches are put together, one scalar among the outputs is taken for the loss, and alone is differentiated.
 """
 
 from __future__ import annotations
@@ -94,11 +95,9 @@ def weigh_outputs(
     """What the loss weighs, where a scalar output can be differentiated."""
     results: Any = module.graph.output_node().args[0]
     scalars = [i for i in flowing if is_loss(results[i])]
-    if loss is not None and len(scalars) > 1:
-        what = f"the model returns {len(scalars)} scalars that can be differentiated (detach all but the loss)"
-        return LossWeight("unknown", reason=what)
-    if loss is None and len(flowing) > 1:
-        return LossWeight("unknown", reason=explain_ambiguity(len(flowing))) if scalars else NO_LOSS
+    if len(scalars) > 1:
+        several = f"the model returns {len(scalars)} scalars that can be differentiated (detach all but the loss)"
+        return LossWeight("unknown", reason=explain_ambiguity(len(scalars)) if loss is None else several)
     return weigh_loss(module, scalars[0], counted, inputs) if scalars else NO_LOSS
 
 

@@ -91,11 +91,10 @@ def _counts(evaluator: Evaluator) -> Iterator[tuple[int, ...]]:
         PlanError: where the batch cannot be cut, or the model not be run in stages; before anything is searched.
     """
     captured, call, request, settled = evaluator.captured, evaluator.call, evaluator.request, evaluator.settled
-    ranks = request.batch_ranks
+    ranks, wanted = request.batch_ranks, evaluator.pipeline
     if settled.pipeline is not None:
-        first: tuple[int, ...] = (microbatches_of(request, settled.pipeline, captured, call),)
-    else:
-        first = tuple(microbatch_counts(call.batch, request.stages, evaluator.pipeline, ranks))
+        wanted = replace(wanted, microbatches=microbatches_of(request, settled.pipeline, captured, call))
+    first = tuple(microbatch_counts(call.batch, request.stages, wanted, ranks))
     if max(first) > 1 and not captured.is_open(call.specs) and any(isinstance(s, InputSpec) for s in call.specs):
         raise PlanError(
             f"the batch size is fixed at {call.batch}, so that it cannot be cut into microbatches: {captured.why_fixed}"
@@ -123,7 +122,8 @@ def microbatch_counts(batch: int, ranks: int, request: Pipeline, sharing: int = 
     if request.microbatches is not None:
         if batch % request.microbatches:
             raise PlanError(
-                f"a batch of {batch} rows does not divide into {request.microbatches} microbatches: change one of them"
+                f"a batch of {batch} rows does not divide into {request.microbatches} microbatches: use one that does "
+                "(drop_last=True in the data loader), or another number of microbatches in compile()"
             )
         return [request.microbatches]
     fitting = [m for m in range(ranks, min(8 * ranks, batch) + 1) if batch % (m * sharing) == 0]

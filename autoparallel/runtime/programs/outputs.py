@@ -57,6 +57,8 @@ class Delivery:
         store: where gradients go; the window of ``accumulate()`` that it has now is the call's.
         weight: what the call weighs there.
         nonzero: for a loss, by its index, whether it weighs something, where the program leaves a division by zero out.
+        objective: the index of what is taken for the loss; None for nothing.
+        first: the index of the first output of the model.
         used: the names of the parameters that the call used.
         why_once: why they can be differentiated once only; empty where they can be twice.
         entry: the call's inputs, in a window of ``accumulate()``.
@@ -70,6 +72,8 @@ class Delivery:
         store: GradientStore,
         weight: Weight,
         nonzero: Mapping[int, torch.Tensor],
+        objective: int | None,
+        first: int,
         used: Sequence[str],
         why_once: str,
         entry: Entry,
@@ -77,6 +81,7 @@ class Delivery:
         self.before: dict[int, list[tuple[str, weakref.ref[torch.Tensor]]]] = {}
         self._store, self._window, self._weight, self._nonzero = store, store.window, weight, nonzero
         self._weighed, self._why_once, self._entry = False, why_once, entry
+        self._objective, self._first = objective, first
         self._used, self._versions = used, store.versions(used)
 
     def require_twice(self) -> None:
@@ -124,6 +129,13 @@ class Delivery:
             raise RuntimeError(
                 "backward() of a microbatch after its window of accumulate() has ended: call backward() inside "
                 "the loop over the window"
+            )
+        if grad is not None and number != self._objective and self._window.weights == "loss":
+            raise RuntimeError(
+                f"output {number - self._first} of the model, which is not taken for its loss, was differentiated in a "
+                "window of accumulate(), which weighs each microbatch by what its loss is a mean over\n"
+                "What to change: let the model, or loss_fn, return all of the loss as one scalar, or pass "
+                'weights="equal" to accumulate(), which counts every microbatch alike.'
             )
         factor = self._entry.factor = self._window.factor(self._weight, again=self._weighed)
         self._weighed = True
