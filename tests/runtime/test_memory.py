@@ -135,8 +135,25 @@ def test_microbatches_are_for_training_calls() -> None:
             model(*args).backward()
     F.cross_entropy(plain(x), y).backward()
     assert gradients_off(model, plain) < 1e-12
-    with pytest.raises(ValueError, match="a batch of 6 rows does not divide into 4 microbatches"):
+    with pytest.raises(PlanError, match=r"cannot be cut into 4 microbatches .* its 6 rows do not divide by 4"):
         model(x[:6], y[:6])
+
+
+@pytest.mark.parametrize("rows", [ROWS - 1, 9, 1])
+def test_microbatches_that_a_limit_asks_for_leave_batches_of_any_size(rows: int) -> None:
+    """511 rows, which 2 does not divide, are cut into 7; a few are not cut."""
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)), nn.Linear(64, 5)).double()
+    x, y = torch.randn(ROWS, 64, dtype=torch.float64), torch.arange(ROWS) % 5
+    fastest = autoparallel.compile(copy.deepcopy(plain), loss_fn=F.cross_entropy)
+    fastest.prepare(x, y)
+    assert fastest.plan.prediction is not None
+    limit = int(0.85 * sum(fastest.plan.prediction.memory.values()))
+    model = autoparallel.compile(copy.deepcopy(plain), loss_fn=F.cross_entropy, memory_limit=limit)
+    model.prepare(x, y)
+    assert model.plan.microbatches > 1
+    x, y = x[:rows], y[:rows]
+    model(x, y).backward(), F.cross_entropy(plain(x), y).backward()
+    assert gradients_off(model, plain) < 1e-12
 
 
 @pytest.mark.wide

@@ -53,9 +53,18 @@ def _means(candidate: Candidate, evaluator: Evaluator) -> Iterator[Candidate]:
         yield candidate
     if request.microbatches is not None or not call.trains:
         return
-    count = 2
-    if not returns_loss_alone(captured, request.outputs):
+    if not returns_loss_alone(captured, request.outputs) or call.batch % request.batch_ranks:
         return
-    while not differing(captured, call, count) and call.batch // count % request.batch_ranks == 0:
+    for count in _counts(call.batch // request.batch_ranks):
+        if differing(captured, call, count):
+            return
         yield replace(candidate, microbatches=count)
-        count *= 2
+
+
+def _counts(rows: int) -> Iterator[int]:
+    """Into how many microbatches the rows of a rank may be cut: each at least twice as many as the one before."""
+    least = 2
+    for count in range(2, rows + 1):
+        if count >= least and rows % count == 0:
+            yield count
+            least = 2 * count

@@ -25,6 +25,7 @@ from autoparallel.comm.groups import group_name, settle
 from autoparallel.comm.waiting import cause_elsewhere
 from autoparallel.graph.calls import (
     Call,
+    UnevenSizeError,
     batch_dim,
     count_microbatches,
     micro_specs,
@@ -162,7 +163,8 @@ class PipelineRunner:
     # -- before a call ----------------------------------------------------------------------------------------------
 
     def require_fits(self, call: Call) -> None:
-        """Raises ValueError when a call cannot be cut into microbatches, or those over the mesh."""
+        """Raises ValueError when a call cannot be cut into microbatches, or those over the mesh; an
+        :class:`UnevenSizeError` where another plan may cut it."""
         for spec, layout in zip(call.specs, call.layouts, strict=True):
             if layout is not None:
                 raise ValueError(f"{self._what} takes plain tensors, the same on every rank, not DTensors")
@@ -170,10 +172,7 @@ class PipelineRunner:
                 raise ValueError(f"{self._what} does not differentiate the model's inputs: detach them")
         count = self._microbatches(call)
         if call.batch % count:
-            raise ValueError(
-                f"a batch of {call.batch} rows does not divide into {count} microbatches: use a batch that divides by "
-                f"{count} (drop_last=True in the data loader), or another number of microbatches in compile()"
-            )
+            raise UnevenSizeError(f"a batch of {call.batch} rows does not divide into {count} microbatches")
         actual = sizes_of(self.captured, micro_specs(call.specs, count))
         require_divisible(self._divisors, actual, call.batch // count, self.captured.lengths)
 
