@@ -518,3 +518,54 @@ def _left_open() -> float:
 
 def test_a_window_left_open_loses_nothing() -> None:
     assert max(run_on_ranks(_left_open, world_size=2)) < 1e-9
+
+
+def _read(plan: str, weights: str, left: bool) -> dict[str, float]:
+    """What a script reads of gradients, and writes to them, before the library has clipped or stepped: where it has
+    left a window, or inside of it behind the last microbatch, of which it differentiates a part by itself."""
+    data = batches()[:3]
+    results = {}
+    for way in ("clip_grad_norm_", "clip_grad_value_", "norm", "added"):
+        model, plain = pair(plan, (2,))
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, plain)]
+        norms: list[Any] = [0.0, 0.0]
+
+        def use(m: Any, optimizer: Any, place: int, way: str = way, norms: list[Any] = norms) -> None:
+            if way == "clip_grad_norm_":
+                norms[place] = torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05)
+            elif way == "clip_grad_value_":
+                torch.nn.utils.clip_grad_value_(m.parameters(), 0.001)
+            elif way == "norm":
+                norms[place] = m.up.weight.grad.norm()
+            else:
+                m.up.weight.grad.add_(m.up.weight.detach())
+            optimizer.step()
+
+        for window in model.accumulate(4 if left else 3, data if not left else [*data, data[0]], weights=weights):
+            for i, (x, target) in enumerate(window):
+                loss = model(x, target)
+                (0.25 * loss).backward(retain_graph=True)
+                (0.75 * loss).backward()
+                if i == 2:
+                    if left:
+                        break
+                    use(model, optimizers[0], 0)
+            if left:
+                use(model, optimizers[0], 0)
+            break
+        if weights == "loss":
+            reference(plain, "token_mean", data)
+        else:
+            for x, target in data:
+                (token_mean(plain(x), target) / 3).backward()
+        use(plain, optimizers[1], 1)
+        results[way] = max(parameters_off(model, plain), off(*norms) if norms[1] else 0.0)
+    return results
+
+
+@pytest.mark.parametrize("left", [True, False], ids=["left", "inside"])
+@pytest.mark.parametrize("weights", ["loss", "equal"])
+@pytest.mark.parametrize("plan", ["fsdp", "data_parallel"])
+def test_gradients_are_those_of_the_window_behind_its_last_microbatch(plan: str, weights: str, left: bool) -> None:
+    for results in run_on_ranks(_read, plan, weights, left, world_size=2):
+        assert max(results.values()) < 1e-9, results

@@ -24,9 +24,23 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "weighed": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), weight=y.exp()),
     "logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid(), pos_weight=y[0].exp()),
     "margins": lambda x, y: F.soft_margin_loss(x, y.sign()),
+    "labels": lambda x, y: F.cross_entropy(x, y.argmax(1)),
+    "labels of which some are ignored": lambda x, y: F.cross_entropy(x, _labels(y)),
+    "sum over labels": lambda x, y: F.cross_entropy(x, _labels(y), reduction="sum"),
+    "smoothed": lambda x, y: F.cross_entropy(x, _labels(y), label_smoothing=0.1),
+    "weighed labels": lambda x, y: F.nll_loss(x.log_softmax(-1), _labels(y), weight=torch.arange(1.0, 5).to(x.dtype)),
+    "a label for each pixel": lambda x, y: F.cross_entropy(
+        x.view(len(x), 2, 2), torch.stack([_labels(y)] * 2, 1).clamp(max=1)
+    ),
 }
 if torch.__version__ < "2.13":
     del LOSSES["logits"]  # which a DTensor cannot do there
+
+
+def _labels(y: Tensor) -> Tensor:
+    """The class of each row; that of the first rows is ignored, so that ranks have unlike many."""
+    rows = torch.arange(len(y))
+    return torch.where(rows < 3, -100, y.argmax(1))
 
 
 def _trained(plan: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Means of losses over ``DTensor``s: ``F.mse_loss(outputs, targets)`` in a loop, where outputs lie as they are made.
 
 Torch has each rank take the mean of its own part.  Gradients are divided by the number of elements of a part instead of
-all, and values are weighed alike whatever size parts have.  So the sum is taken, which is right, and divided by the
-number of all elements.
+all, and values are weighed alike whatever size parts have, or how many targets in them are ignored.  So the sum is
+taken, which is right, and divided by the number of all elements, or by the weight of all targets.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _GRADIENTS = (
     _ATEN.mse_loss_backward.default, _ATEN.smooth_l1_loss_backward.default, _ATEN.huber_loss_backward.default,
     _ATEN.soft_margin_loss_backward.default, _ATEN.binary_cross_entropy_backward.default,
 )  # fmt: skip
+_OF_TARGETS = _ATEN.nll_loss_forward.default, _ATEN.nll_loss2d_forward.default
 _MEAN, _SUM = 1, 2
 """As ``at::Reduction`` has them."""
 
@@ -32,6 +33,7 @@ def watch_losses() -> None:
     """Has means of losses, and their gradients, be those of one process."""
     _torch.dtensor.handle_first(_VALUES, divide_sum)
     _torch.dtensor.handle_first(_GRADIENTS, divide_gradient)
+    _torch.dtensor.handle_first(_OF_TARGETS, divide_by_weight)
 
 
 def divide_sum(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -41,6 +43,15 @@ def divide_sum(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping
         return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
     total = _torch.dtensor.carry_out(earlier, operator, (*(values | {"reduction": _SUM}).values(),), {})
     return total / values["self"].numel()
+
+
+def divide_by_weight(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A loss of targets, and their weight, by which the sum of a mean is divided; torch does so in its gradient."""
+    values = arguments_of(operator, tuple(args), dict(kwargs))
+    if values["reduction"] != _MEAN:
+        return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
+    total, weight = _torch.dtensor.carry_out(earlier, operator, (*(values | {"reduction": _SUM}).values(),), {})
+    return total / weight, weight
 
 
 def divide_gradient(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

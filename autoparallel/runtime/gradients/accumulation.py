@@ -73,8 +73,9 @@ class Window(Generic[T]):
         self.weights, self.names, self.beside = weights, dict[str, None](), ""
         self._store, self._source = store, source
         self._total: Any = None
+        self._divided_for: Any = None  # the weight that the gradients have been divided by
         self._adds_up = False  # whether the loss of a microbatch was a sum
-        self._reference: float | None = None
+        self._reference: Any = None
         self._least, self._added = 1.0, 0.0
         self._counts: list[tuple[float | torch.Tensor, ...]] = []  # what the means of each microbatch are over
         self._reason = ""
@@ -99,6 +100,7 @@ class Window(Generic[T]):
             self.left = True
             if store.window is self:
                 store.synchronise = True
+                self.divide()  # without a word to other ranks, as an exception may be why the loop is left
         store.settle()
 
     def _begin(self) -> None:
@@ -188,9 +190,18 @@ class Window(Generic[T]):
             "before another step."
         )
 
+    def divide(self) -> None:
+        """Divides the gradients that it has added up, summands or not, by what has been counted; what is added to them
+        later is divided alike."""
+        divisor, self._divided_for = self.divisor(), self._total
+        if divisor is not None:
+            for alike in _torch.tensors.by_dtype(list(map(_torch.dtensor.local_of, self._store.grads.all().values()))):
+                torch._foreach_div_(alike, divisor)
+            self._reference = self._reference * divisor
+
     def divisor(self) -> Any:
-        """What the summed gradients are divided by; None for nothing, as of a full window of equal weights."""
-        total = self._total
+        """What the summed gradients are yet to be divided by; None for nothing, as of a full window of equal weights."""
+        total = None if self._total is self._divided_for else self._total
         if total is None or (isinstance(total, float) and total in (0.0, self._reference)):
             return None
         if isinstance(total, torch.Tensor):

@@ -228,6 +228,8 @@ class GradientStore(ProgramParameters):
                 ended.deliver()
                 if self.synchronise:
                     self._complete_pending()
+                if self.window is not None and self.window.last:
+                    self.window.divide()
         finally:
             note_changes(parameter.grad for parameter in self.parameters.values())
 
@@ -343,9 +345,7 @@ class GradientStore(ProgramParameters):
             return
         show_always(self.parameters.values(), False)
         window.require_alike()
-        if (divisor := window.divisor()) is not None:
-            for alike in _torch.tensors.by_dtype(list(map(_torch.dtensor.local_of, self.grads.all().values()))):
-                torch._foreach_div_(alike, divisor)
+        window.divide()
         self._hooks.call_after_window(window.names)
 
     def pending_layouts(self) -> dict[str, Layout]:

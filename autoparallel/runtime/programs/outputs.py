@@ -125,7 +125,7 @@ class Delivery:
             grad = self.value(grad, number)
         if self._window is None:
             return grad
-        if self._window is not self._store.window:
+        if self._window is not self._store.window or self._window.left:
             raise RuntimeError(
                 "backward() of a microbatch after its window of accumulate() has ended: call backward() inside "
                 "the loop over the window"
