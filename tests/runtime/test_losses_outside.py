@@ -43,6 +43,10 @@ def _labels(y: Tensor) -> Tensor:
     return torch.where(rows < 3, -100, y.argmax(1))
 
 
+def _pixels(y: Tensor) -> Tensor:
+    return torch.stack([_labels(y)] * 2, 1).clamp(max=1)
+
+
 def _trained(plan: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     model, plain = compiled_pair(Net, plan=plan, loss_fn=None, outputs="sharded")

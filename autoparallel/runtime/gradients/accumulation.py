@@ -200,7 +200,7 @@ class Window(Generic[T]):
             self._reference = self._reference * divisor
 
     def divisor(self) -> Any:
-        """What the summed gradients are yet to be divided by; None for nothing, as of a full window of equal weights."""
+        """What gradients are still to be divided by; None for nothing, as in a full window of equal weights."""
         total = None if self._total is self._divided_for else self._total
         if total is None or (isinstance(total, float) and total in (0.0, self._reference)):
             return None
