@@ -522,13 +522,17 @@ def test_a_window_left_open_loses_nothing() -> None:
 
 def _read(plan: str, weights: str, left: bool) -> dict[str, float]:
     """What a script reads of gradients, and writes to them, before the library has clipped or stepped: where it has
-    left a window, or inside of it behind the last microbatch, of which it differentiates a part by itself."""
+    left a window, or inside of it behind the last microbatch, of which it differentiates a part by itself; there,
+    hooks have seen them."""
     data = batches()[:3]
     results = {}
     for way in ("clip_grad_norm_", "clip_grad_value_", "norm", "added"):
         model, plain = pair(plan, (2,))
         optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, plain)]
         norms: list[Any] = [0.0, 0.0]
+        for m in (model, plain):
+            if not left:  # which hooks see in the step
+                m.up.weight.register_hook(lambda grad: 3 * grad)
 
         def use(m: Any, optimizer: Any, place: int, way: str = way, norms: list[Any] = norms) -> None:
             if way == "clip_grad_norm_":

@@ -64,12 +64,13 @@ class Window(Generic[T]):
         done: how many it has given out.
         last: whether the one given out is the last.
         left: whether the loop over it has ended, at its end or before.
+        is_concluded: whether its gradients have been complete, and hooks of the parameters were called.
         names: of the parameters that got a gradient in it.
         beside: a parameter of which the loop has computed something beside the model, a penalty; empty for none.
     """
 
     def __init__(self, store: GradientStore, source: _Ahead[T], steps: int, weights: str) -> None:
-        self.steps, self.done, self.last, self.left = steps, 0, False, False
+        self.steps, self.done, self.last, self.left, self.is_concluded = steps, 0, False, False, False
         self.weights, self.names, self.beside = weights, dict[str, None](), ""
         self._store, self._source = store, source
         self._total: Any = None

@@ -211,7 +211,7 @@ class GradientStore(ProgramParameters):
         adds = _torch.autograd.adds_to_grad(parameter)  # torch.autograd.grad() does not
         if adds:
             self.passes.running()
-        if self.window is None:
+        if self.window is None or self.window.is_concluded:
             with torch.no_grad(), self._lock:
                 return self._hooks.take_beside(name, grad, adds)
         if adds:
@@ -229,7 +229,7 @@ class GradientStore(ProgramParameters):
                 if self.synchronise:
                     self._complete_pending()
                 if self.window is not None and self.window.last:
-                    self.window.divide()
+                    self._conclude(self.window)
         finally:
             note_changes(parameter.grad for parameter in self.parameters.values())
 
@@ -283,7 +283,7 @@ class GradientStore(ProgramParameters):
 
     def _hand_out(self, chains: Sequence[ParameterChain], values: Tensors) -> None:
         """Adds reduced gradients to ``.grad``; those that hooks are to see first, when all of them are there."""
-        if self.window is None:
+        if self.window is None or self.window.is_concluded:
             chains, values = self._hooks.keep_back(chains, values)
         if chains:
             self._add(chains, values)
@@ -338,15 +338,22 @@ class GradientStore(ProgramParameters):
             self._hand_out(chains, finish())
 
     def settle(self) -> None:
-        """Reduces every summand and ends a window of ``accumulate()``: divides the gradients by its weight."""
+        """Reduces every summand and ends a window of ``accumulate()``."""
         self.flush()
         window, self.window = self.window, None
         if window is None:
             return
         show_always(self.parameters.values(), False)
         window.require_alike()
+        self._conclude(window)
+
+    def _conclude(self, window: Any) -> None:
+        """Divides the gradients of a window by its weight, and calls the hooks of its parameters; of what another
+        backward adds to them, hooks are called as outside of a window."""
         window.divide()
-        self._hooks.call_after_window(window.names)
+        if not window.is_concluded:
+            window.is_concluded = True
+            self._hooks.call_after_window(window.names)
 
     def pending_layouts(self) -> dict[str, Layout]:
         """How the gradients lie that are still summands, by name."""
