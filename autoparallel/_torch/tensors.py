@@ -74,6 +74,14 @@ swap_tensors = FunctionType(
 weights: they refer to the Python object, which stays what it is."""
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor as a flat one of bytes, on its device; a contiguous one's is its memory."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.numel() == 1:  # torch takes a single one for contiguous whatever its stride, but does not view it then
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8)
+
+
 def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Tensors of one dtype together, as operators on lists want them."""
     if len(set(map(attrgetter("dtype"), tensors))) == 1:  # a third of the time

@@ -22,6 +22,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from autoparallel import _torch
 from autoparallel.checkpoint.tree import merged
 from autoparallel.placements.regions import Region
 
@@ -189,7 +190,7 @@ def _flush_folder(path: Path) -> None:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the host."""
-    memory: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    memory: memoryview = _torch.tensors.as_bytes(tensor).numpy().data
     return memory
 
 

@@ -185,7 +185,7 @@ class _State:
 def _gradients(model: ParallelModule) -> dict[str, Tensor]:
     """This rank's parts of all gradients, as bytes in the host's memory."""
     return {
-        name: _torch.dtensor.local_of(p.grad).detach().to("cpu", copy=True).contiguous().view(-1).view(torch.uint8)
+        name: _torch.tensors.as_bytes(_torch.dtensor.local_of(p.grad).to("cpu", copy=True))
         for name, p in model.named_parameters()
         if p.grad is not None
     }

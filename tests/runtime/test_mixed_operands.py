@@ -100,6 +100,10 @@ def _by_hand() -> dict[str, Any]:
             p.data += 0.01 * noise
     results["parameters"] = parameters_off(model, plain)
     results["averages"] = off(0.9 * plain.up.weight.detach() + 0.1 * model.up.weight.detach(), plain.up.weight.detach())
+    for m in (model, plain):
+        with torch.no_grad():
+            m.up.weight.mul_(m.up.weight.abs() > torch.quantile(m.up.weight.abs().flatten(), 0.3))  # of a stride of 0
+    results["pruned"] = parameters_off(model, plain)
     results["list"] = off(torch.tensor(model.up.weight.tolist(), dtype=torch.float64), plain.up.weight)
     return results
 
@@ -142,6 +146,19 @@ def _begun_with_plain_gradients() -> dict[str, Any]:
             (loss + 0.1 * m.up.weight.square().sum()).backward(torch.tensor(2.0, dtype=torch.float64))
             m.up.weight.square().backward(torch.arange(64.0, dtype=torch.float64).view(8, 8))
         results[plan] = gradients_off(model, plain)
+        products = []
+        for m, loss in ((model, model(x, y)), (plain, F.mse_loss(plain(x), y))):  # of the Hessian and vectors
+            parameters = list(m.parameters())
+            grads = torch.autograd.grad(loss, parameters, create_graph=True)
+            vectors = [torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view(p.shape) for p in parameters]
+            products.append(torch.autograd.grad(grads, parameters, grad_outputs=vectors))
+        results[f"{plan}: products"] = max(map(off, *products))
+        assert max(float(p.abs().max()) for p in products[1]) > 1e-3
+        model, plain = compiled_pair(plan=plan, loss_fn=None, outputs="sharded")
+        for m in (model, plain):
+            m(x).backward(y)
+            torch.autograd.backward([m(x)], [y])
+        results[f"{plan}: outputs"] = gradients_off(model, plain)
     return results
 
 

@@ -138,6 +138,53 @@ def test_recomputed_layers_give_the_same_numbers_for_less_memory(
         assert "Recomputed in the backward" in found["explained"]
 
 
+class _Shared(nn.Module):
+    """A weight of a layer that runs again is used outside of it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = ((nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Sequential(*layer) for layer in layers)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        weight = self.blocks[0][1].weight  # type: ignore[index]
+        return self.head(x + F.linear(F.linear(x, weight), weight.t()))
+
+
+def _share() -> tuple[float, float, list[str]]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(3)
+    plain = _Shared().double()
+    x, y = torch.randn(8, 8, dtype=torch.float64), torch.arange(8) % 4
+    first = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=F.cross_entropy, plan="fsdp")
+    first.prepare(x, y)
+    data = json.loads(first.plan.to_json())
+    for name, parameter in data["parameters"].items():  # so that the shared one is gathered by itself, before its layer
+        parameter.update(gather="per_use", reduce="per_step" if name == "blocks.0.1.weight" else "per_microbatch")
+    plan = Plan.from_json(json.dumps({**data, "recompute": ["blocks.0", "blocks.1"]}))
+    model = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=F.cross_entropy, plan=plan)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.5) for m in (model, plain)]
+    worst = 0.0
+    for _ in range(3):
+        loss, expected = model(x, y), F.cross_entropy(plain(x), y)
+        worst = max(worst, off(loss, expected))
+        loss.backward(), expected.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    (kind,) = model._kinds
+    return worst, float(expected), [b.bucket.name for b in kind.runner.per_use if b._started is not None]
+
+
+def test_what_a_layer_that_runs_again_shares_is_gathered_anew_in_each_step() -> None:
+    for worst, loss, started in run_on_ranks(_share, world_size=2):
+        assert worst < 1e-12 and loss < 1.3, "losses that fall: a copy of the step before would show"
+        assert not started
+
+
 def _three_ways() -> list[dict[str, Any]]:
     """What a step with two layers keeps, computes and sends in its backward, where nothing, all but the products or all
     of them runs again."""

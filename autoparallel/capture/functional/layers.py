@@ -164,7 +164,7 @@ def _constant(tensor: torch.Tensor) -> str:
     if _torch.export.is_fake(tensor) or tensor.layout is not torch.strided:
         return f"constant {id(tensor)}"
     with _torch.export.unwatched():
-        memory = tensor.detach().resolve_conj().cpu().contiguous().view(-1).view(torch.uint8)
+        memory = _torch.tensors.as_bytes(tensor.detach().cpu())
         return f"constant {hashlib.sha256(memory.numpy().data).hexdigest()}"
 
 

@@ -38,9 +38,10 @@ from autoparallel.graph.nesting import unflatten
 from autoparallel.graph.plain_tensors import attribute_at, holder_of, rebind, tensor_at
 from autoparallel.operators import RandomState
 from autoparallel.runtime.calls.kinds import Kind, Kinds, ReadCall
+from autoparallel.runtime.dtensors.boundary import OverMesh
 from autoparallel.runtime.gradients.accumulation import Weight, expected_count
 from autoparallel.runtime.parameters.slices import lay_like
-from autoparallel.runtime.programs.outputs import Delivery, Entry, NotKept, Outputs, OverMesh, refuse_detached
+from autoparallel.runtime.programs.outputs import Delivery, Entry, NotKept, Outputs, refuse_detached
 from autoparallel.runtime.ranks.randomness import STREAM
 
 _OF_SLICES = (torch.ops.aten.index_select.default, torch.ops.aten.index_copy.default)

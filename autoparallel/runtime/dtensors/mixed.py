@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.runtime.dtensors.stages import as_gradient, meet
+from autoparallel.runtime.dtensors.boundary import over_mesh
+from autoparallel.runtime.dtensors.stages import meet
 from autoparallel.runtime.dtensors.writes import keep_kinds
 from autoparallel.runtime.parameters.slices import lies_elsewhere
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
@@ -40,11 +41,8 @@ def start_backward(tensor: DTensor, gradient: Tensor | None = None, *args: Any, 
     Raises:
         RankMismatchError: on every rank, where the plain gradient is not the same on all of them.
     """
-    if isinstance(gradient, Tensor) and not isinstance(gradient, DTensor):
-        mesh = tensor.device_mesh
-        if agreement_over(mesh) is not None:
-            agree_on(mesh, "backward() of a DTensor takes a plain gradient", tensor_digest(gradient.detach()))
-        gradient = as_gradient(gradient, mesh)
+    if gradient is not None:
+        gradient = over_mesh(gradient, tensor.device_mesh)
     Tensor.backward(tensor, gradient, *args, **kwargs)
 
 

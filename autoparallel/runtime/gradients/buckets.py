@@ -221,7 +221,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
     """Saves notes instead of gathered parameters while a body runs (see [Note: gather per use]).
 
     Args:
-        buckets: the buckets gathered per use, in the order of their first uses.
+        buckets: the buckets gathered per use, in the order in which the body calls them.
     """
 
     def __init__(self, buckets: Sequence[ParameterBucket]) -> None:
@@ -238,8 +238,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
         super().__exit__(*args)
         for bucket in self._buckets:
             bucket.hooks = None
-            if args and args[0] is not None:
-                bucket.drop()
+            bucket.drop()  # what parameters are now, another call must not be given
 
     def note(self, bucket: ParameterBucket, values: Sequence[torch.Tensor]) -> None:
         """Notes the storages of a bucket that has just been gathered, and starts to gather the one that follows."""

@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
 from autoparallel._torch.autograd import AskedFor
 from autoparallel.comm.waiting import note_raised
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
+from autoparallel.runtime.dtensors.boundary import OverMesh
 from autoparallel.runtime.gradients.backwards import BackwardPass, BackwardPasses, Grads, Rows, reached
 from autoparallel.runtime.gradients.travel import Carrier, Tensors, cast
 
@@ -115,4 +115,5 @@ class ProgramParameters(Carrier):
         """This rank's part of a gradient as autograd is given it, with its graph."""
         parameter = self.parameters[name]
         spec, shape, stride = _torch.dtensor.spec_of(parameter), parameter.shape, parameter.stride()  # type: ignore[arg-type]
-        return DTensor.from_local(value, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
+        laid_out: torch.Tensor = OverMesh.apply(value, spec.mesh, spec.placements, shape, stride)
+        return laid_out

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
 from autoparallel.graph.captured import Captured
@@ -180,22 +179,6 @@ class Outputs(torch.autograd.Function):
         if isinstance(grad, DTensor):  # something made of the parameters was added to the output
             grad = grad.full_tensor()
         return None, ctx.delivery.weighted(grad, ctx.number), None, None, *ctx.nothing
-
-
-class OverMesh(torch.autograd.Function):
-    """A local output as a ``DTensor``; ``DTensor.from_local``, but that no gradient may come to it: before torch 2.13
-    that raises."""
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-        ctx.mesh, ctx.placements = mesh, [Replicate() if p.is_partial() else p for p in placements]
-        ctx.set_materialize_grads(False)
-        return DTensor.from_local(local, mesh, placements, run_check=False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: DTensor | None) -> Any:
-        (grad,) = grads
-        return None if grad is None else grad.redistribute(ctx.mesh, ctx.placements).to_local(), None, None
 
 
 class Refuse(torch.autograd.Function):

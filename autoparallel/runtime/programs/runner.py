@@ -47,10 +47,11 @@ class Runner:
         self.captured = captured = program.captured
         buckets = [ParameterBucket(b, store) for b in program.buckets]
         self.hoisted = [b for b in buckets if not b.bucket.per_use]
-        self.per_use = [b for b in buckets if b.bucket.per_use]
+        self.modules = {b.bucket.name: b for b in buckets if b.bucket.per_use}
+        called = [node.target for node in program.calls() if node.op == "call_module"]
+        self.per_use = [self.modules[name] for name in dict.fromkeys(called) if name in self.modules]
         # No backward needs what a parameter was that the call changes itself, so that another call may change it again.
         self.used = tuple(name for name in program.chains if name not in captured.changed_parameters)
-        self.modules = {bucket.bucket.name: bucket for bucket in self.per_use}
         self._complete_graphs()
         self.body = make_body(program)
         gather_ahead(list(program.regions.values()), self.modules)

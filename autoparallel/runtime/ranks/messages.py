@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autoparallel.comm.collectives import settled
+from autoparallel import _torch
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Form:
 
 def pack(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """The bytes of some tensors, as one message."""
-    return torch.cat([settled(v.detach()).contiguous().reshape(-1).view(torch.uint8) for v in values])
+    return torch.cat([_torch.tensors.as_bytes(v) for v in values])
 
 
 def unpack(packed: torch.Tensor, forms: Sequence[Form]) -> list[torch.Tensor]:
