@@ -198,20 +198,16 @@ class Compiler:
         return self._layouts_at_rest(self._plan(captured, trained, None))
 
     def _plan_larger(self, captured: Captured, call: Call, error: PlanError) -> dict[str, ParameterPlan]:
-        """How every parameter lies where a preset cannot cut the batch of a call that comes first, for which there is
-        an error: as for the next larger batch that it can."""
+        """How every parameter lies where a preset, or a plan that was given, cannot cut the batch of a call that comes
+        first, for which there is an error: as for the next larger batch that it can."""
         even = self._round_batch(call, captured.batch_dims)
-        if self.request.stages or not self._is_preset or even.specs == call.specs:
+        if self.request.stages or self.request.plan == "auto" or even.specs == call.specs:
             raise error
         try:
             larger = self._capture(even)
         except CaptureError:  # the model has no other
             raise error from None
         return self._layouts_at_rest(self._plan(larger, even, None))
-
-    @property
-    def _is_preset(self) -> bool:
-        return self.request.plan != "auto" and not isinstance(self.request.plan, Plan)
 
     def _round_batch(self, call: Call, dims: Mapping[int, int] | None = None) -> Call:
         """The same call with a batch that can be cut over all ranks and into microbatches, as one that trains has.

@@ -169,7 +169,7 @@ class TestFitting:
 
 class TestFingerprints:
     def of(self, model: nn.Module, *args: Any, **options: Any) -> str:
-        return fingerprint(captured(model, *args, **options).graph)
+        return fingerprint(captured(model, *args, **options))
 
     def test_they_follow_from_the_model_alone(self) -> None:
         case = build("gpt")
@@ -179,15 +179,15 @@ class TestFingerprints:
         assert first == second, "other weights, other data and another batch size are the same graph"
 
     def test_names_that_passes_have_used_up_do_not_count(self) -> None:
-        graph = captured(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.GELU()), torch.rand(8, 4)).graph
-        before = fingerprint(graph)
+        whole = captured(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.GELU()), torch.rand(8, 4))
+        graph, before = whole.graph, fingerprint(whole)
         call = next(node for node in graph.nodes if node.op == "call_function")
         with graph.inserting_before(call):
             again = graph.call_function(call.target, call.args, call.kwargs)
         again.meta = dict(call.meta)
         call.replace_all_uses_with(again)
         graph.erase_node(call)
-        assert again.name != call.name and fingerprint(graph) == before
+        assert again.name != call.name and fingerprint(whole) == before
 
     @pytest.mark.slow
     def test_they_are_the_same_in_another_process(self, tmp_path) -> None:
@@ -199,7 +199,7 @@ class TestFingerprints:
         code = (
             "import torch; from torch import nn; from autoparallel.graph.fingerprint import fingerprint\n"
             "from tests.test_plan import captured\n"
-            "print(fingerprint(captured(nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.rand(8, 4)).graph))"
+            "print(fingerprint(captured(nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.rand(8, 4))))"
         )
         mine = self.of(nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.rand(8, 4))
         done = subprocess.run(

@@ -19,6 +19,7 @@ from autoparallel.graph.changed_arguments import shown_changes
 from autoparallel.graph.fingerprint import fingerprint
 from autoparallel.graph.input_values import places_of
 from autoparallel.graph.lines import line_of
+from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.placements import Invariant, Layout, Shard, divides, fills_up, format_layout, reaches_all
@@ -47,7 +48,7 @@ def require_fits(plan: Decisions, captured: Captured, mesh: Axes) -> None:
         raise PlanError(f"the plan is for the mesh {mesh_text(plan.mesh)}, not for {mesh_text(mesh)}: plan again")
     keys = {n.meta["key"] for n in graph.nodes if _is_planned(n)}
     missing, extra = sorted(keys - set(plan.operators)), sorted(set(plan.operators) - keys)
-    if missing or extra or fingerprint(graph) != plan.fingerprint:
+    if missing or extra or fingerprint(captured) != plan.fingerprint:
         detail = [f"the model has {missing[0]}, the plan has not"] if missing else []
         detail += [f"the plan has {extra[0]}, the model has not"] if extra else []
         raise PlanError(f"the plan is for another model ({'; '.join(detail) or 'shapes differ'}): plan again")
@@ -56,17 +57,17 @@ def require_fits(plan: Decisions, captured: Captured, mesh: Axes) -> None:
         if layer not in layers:
             possible = ", ".join(layers) or "none"
             raise PlanError(f"the plan recomputes {layer!r}, which is no layer of the model (layers: {possible})")
-    kinds, checked = Signatures({}), set()
+    kinds, checked, sizes = Signatures({}), set(), Sizes(captured.actual)
     for node in graph.nodes:
         if node.op == "call_function" and is_tensor(node) and node.target is not operator.getitem:
             alike = kinds.call(node), plan.operators[node.meta["key"]]
             if alike not in checked:
-                _require_operator(plan, node)
+                _require_operator(plan, node, sizes)
                 checked.add(alike)
-    _require_parameters(plan, captured)
+    _require_parameters(plan, captured, sizes)
 
 
-def _require_operator(plan: Decisions, node: fx.Node) -> None:
+def _require_operator(plan: Decisions, node: fx.Node, sizes: Sizes) -> None:
     key = node.meta["key"]
     modes = plan.modes(key)
     if len(modes) != len(plan.mesh):
@@ -77,17 +78,17 @@ def _require_operator(plan: Decisions, node: fx.Node) -> None:
             raise PlanError(f"{key} cannot run as {mode}; it can run as {', '.join(sorted(map(str, ways)))}")
     needs, result = typed_call(node, modes)
     what = f"{key} as {', '.join(map(str, modes))}"
-    _require_layout(plan, what, node, result, divides)
+    _require_layout(plan, what, node, result, divides, sizes)
     for x, layout in zip(tensor_operands(node), needs, strict=True):
         if node.target is not operators.pad_rows:
-            _require_layout(plan, what, x, layout, divides)
+            _require_layout(plan, what, x, layout, divides, sizes)
             continue
         for dim, whole in enumerate(node.meta["val"].shape):
             cut = tuple(p if p == Shard(dim) else Invariant for p in layout)
-            _require_layout(plan, what, x, cut, functools.partial(_fills_up, whole))
+            _require_layout(plan, what, x, cut, functools.partial(_fills_up, whole), sizes)
 
 
-def _require_parameters(plan: Decisions, captured: Captured) -> None:
+def _require_parameters(plan: Decisions, captured: Captured, sizes: Sizes) -> None:
     names = set(captured.parameters.values())
     missing, extra = names - set(plan.parameters), set(plan.parameters) - names
     if missing or extra:
@@ -96,7 +97,7 @@ def _require_parameters(plan: Decisions, captured: Captured) -> None:
     for node in captured.parameter_nodes:
         name = captured.parameters[node.name]
         plan.parameters[name].require_valid(name, len(plan.mesh))
-        _require_layout(plan, name, node, plan.at_rest(name), reaches_all)
+        _require_layout(plan, name, node, plan.at_rest(name), reaches_all, sizes)
 
 
 def require_gathered_once(plan: Decisions, captured: Captured) -> None:
@@ -115,17 +116,18 @@ def _require_layout(
     node: fx.Node,
     layout: Layout,
     fits: Callable[[Sequence[int], Layout, Sequence[int]], bool],
+    sizes: Sizes,
 ) -> None:
-    """Each dim that is cut must exist and, where its size is fixed, be cut as ``fits`` wants it."""
-    shape = node.meta["val"].shape
+    """Each dim that is cut must exist, and be cut as ``fits`` wants it."""
+    shape = sizes.shape(node)
     for axis, placement in enumerate(layout):
         if placement.kind == "S":
             dim = placement.dim
             size = shape[dim] if dim < len(shape) else None
             alone = tuple(Shard(0) if p == placement else Invariant for p in layout)
-            if size is None or isinstance(size, int) and not fits((size,), alone, plan.axis_sizes):
+            if size is None or not fits((size,), alone, plan.axis_sizes):
                 raise PlanError(
-                    f"{what}: a tensor of shape {[s if isinstance(s, int) else '?' for s in shape]} cannot lie as "
+                    f"{what}: a tensor of shape {list(shape)} cannot lie as "
                     f"{format_layout(layout)} on {mesh_text(plan.mesh)} (axis {plan.axis_names[axis]})"
                 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from functools import partial
 from typing import Any
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import autoparallel
+from autoparallel.plan import Plan
 from tests.distributed import open_pool, run_distributed, run_in
 from tests.runtime.support import (
     Net,
@@ -34,8 +37,6 @@ from tests.runtime.test_state import Normed
 
 
 def _modes() -> dict[str, Any]:
-    import autoparallel
-
     results: dict[str, Any] = {}
     model, plain = compiled_pair(Normed, 2, plan="fsdp")
     x, y = batch(0)
@@ -67,7 +68,6 @@ def _modes() -> dict[str, Any]:
     F.mse_loss(plain(x), y).backward()
     results["a loss outside"] = gradients_off(model, plain)
     results["type outside"] = type(out) is Tensor
-    del autoparallel
     return results
 
 
@@ -381,8 +381,6 @@ def test_before_the_first_call() -> None:
 
 
 def _without_a_launcher() -> tuple[float, Any]:
-    import autoparallel
-
     dist.destroy_process_group()
     assert not os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
     model, plain = make(Net), make(Net)
@@ -399,3 +397,48 @@ def test_without_a_mesh_and_without_a_launcher() -> None:
     with open_pool(1) as pool:  # of its own, as it leaves its process group
         ((worst, mesh),) = run_in(pool, _without_a_launcher)
     assert worst < 1e-12 and mesh == (("dp", 1),)
+
+
+class _Labelled(nn.Module):
+    """As models of transformers are called: ``model(ids, labels=ids)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.head = nn.Embedding(12, 8), nn.Linear(8, 8), nn.Linear(8, 12)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.up(self.embed(ids)).tanh()
+        hidden = hidden + F.scaled_dot_product_attention(hidden, hidden, hidden, is_causal=True)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def _other_calls_of_a_saved_plan(preset: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    plain = _Labelled().double()
+    mesh = mesh_of(2)
+    ids = torch.arange(32).view(4, 8) % 12
+    model = autoparallel.compile(copy.deepcopy(plain), mesh, plan=preset)
+    model.prepare(ids, labels=ids)
+    text = model.plan.to_json()
+    results = {}
+    for rows, length in ((4, 8), (4, 7), (6, 3), (3, 8), (1, 5)):
+        ids = torch.arange(rows * length).view(rows, length) * 5 % 12
+        calls: dict[str, Any] = {
+            "by position": lambda m, ids=ids: m(ids, ids.roll(1)),
+            "by keyword": lambda m, ids=ids: m(labels=torch.where(ids > 8, -100, ids), ids=ids),
+        }
+        for name, call in calls.items():
+            given = autoparallel.compile(copy.deepcopy(plain), mesh, plan=Plan.from_json(text))
+            plain.zero_grad()
+            loss, expected = call(given), call(plain)
+            loss.backward(), expected.backward()
+            results[f"{rows} x {length} {name}"] = max(off(loss, expected), gradients_off(given, plain))
+            alike = [a.placements == b.placements for a, b in zip(model.parameters(), given.parameters(), strict=True)]
+            assert all(alike), "parameters lie as the plan says"
+    return results
+
+
+@pytest.mark.parametrize("preset", ["fsdp", "data_parallel"])
+def test_a_saved_plan_serves_other_lengths_numbers_of_rows_and_ways_to_call(preset: str) -> None:
+    for results in run_on_ranks(_other_calls_of_a_saved_plan, preset, world_size=2):
+        assert len(results) == 10 and max(results.values()) < 1e-12, results

@@ -69,7 +69,7 @@ class Subject:
     @cached_property
     def fingerprint(self) -> str:
         """The digest of the graph, which plans are told by."""
-        return fingerprint(self.captured.graph)
+        return fingerprint(self.captured)
 
     def parts(self, node: fx.Node) -> tuple[float, float, float]:
         """Bytes that the backward finds of each byte of a node; and where all but the products of its layer runs again,
