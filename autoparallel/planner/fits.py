@@ -51,7 +51,8 @@ def require_fits(plan: Decisions, captured: Captured, mesh: Axes) -> None:
     if missing or extra or fingerprint(captured) != plan.fingerprint:
         detail = [f"the model has {missing[0]}, the plan has not"] if missing else []
         detail += [f"the plan has {extra[0]}, the model has not"] if extra else []
-        raise PlanError(f"the plan is for another model ({'; '.join(detail) or 'shapes differ'}): plan again")
+        what = "; ".join(detail) or "shapes differ, or which parameters are trained"
+        raise PlanError(f"the plan is for another model ({what}): plan again")
     layers = find_layers(graph) if plan.recompute else []
     for layer in plan.recompute:
         if layer not in layers:
