@@ -168,7 +168,8 @@ class Captured:
     def objective(self) -> int | None:
         """The index of what is taken for the loss where one is asked for: the known one, or the one scalar among the
         outputs that can be differentiated, which alone is then."""
-        scalars = [i for i in self.flowing if is_loss(self.results[i])]
+        results = self.results
+        scalars = [i for i in self.flowing if is_loss(results[i])]
         return scalars[0] if self.loss is None and len(scalars) == 1 else self.loss
 
     @property

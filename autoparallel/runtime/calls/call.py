@@ -204,8 +204,7 @@ def _deliver(kinds: Kinds, kind: Kind, call: Call, results: Sequence[Any], entry
         for i, x in enumerate(results)
     ]
     weight, nonzero = _weigh(captured, values, call, store.window), _nonzero(captured, values)
-    runner = kind.runner
-    delivery = Delivery(store, weight, nonzero, captured.objective, count, runner.used, runner.why_once, entry)
+    delivery = Delivery(store, captured, weight, nonzero, kind.runner.used, kind.runner.why_once, entry)
     before = captured.outputs_before
     tensors = [i for i in range(count, len(values)) if isinstance(values[i], torch.Tensor)]
     differentiable = [i for i in tensors if values[i].requires_grad]

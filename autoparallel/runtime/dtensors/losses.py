@@ -31,27 +31,21 @@ _MEAN, _SUM = 1, 2
 
 def watch_losses() -> None:
     """Has means of losses, and their gradients, be those of one process."""
-    _torch.dtensor.handle_first(_VALUES, divide_sum)
+    _torch.dtensor.handle_first((*_VALUES, *_OF_TARGETS), divide_sum)
     _torch.dtensor.handle_first(_GRADIENTS, divide_gradient)
-    _torch.dtensor.handle_first(_OF_TARGETS, divide_by_weight)
 
 
 def divide_sum(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A loss, of which a mean is its sum over the number of elements."""
+    """A loss, of which a mean is its sum over the number of elements; or over the weight of its targets, which comes
+    with it, and by which torch divides its gradient."""
     values = arguments_of(operator, tuple(args), dict(kwargs))
     if values["reduction"] != _MEAN:
         return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
-    total = _torch.dtensor.carry_out(earlier, operator, (*(values | {"reduction": _SUM}).values(),), {})
-    return total / values["self"].numel()
-
-
-def divide_by_weight(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A loss of targets, and their weight, by which the sum of a mean is divided; torch does so in its gradient."""
-    values = arguments_of(operator, tuple(args), dict(kwargs))
-    if values["reduction"] != _MEAN:
-        return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
-    total, weight = _torch.dtensor.carry_out(earlier, operator, (*(values | {"reduction": _SUM}).values(),), {})
-    return total / weight, weight
+    result = _torch.dtensor.carry_out(earlier, operator, (*(values | {"reduction": _SUM}).values(),), {})
+    if operator in _OF_TARGETS:
+        total, weight = result
+        return total / weight, weight
+    return result / values["self"].numel()
 
 
 def divide_gradient(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

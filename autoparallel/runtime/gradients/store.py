@@ -211,7 +211,7 @@ class GradientStore(ProgramParameters):
         adds = _torch.autograd.adds_to_grad(parameter)  # torch.autograd.grad() does not
         if adds:
             self.passes.running()
-        if self.window is None or self.window.is_concluded:
+        if not self._awaits_more:
             with torch.no_grad(), self._lock:
                 return self._hooks.take_beside(name, grad, adds)
         if adds:
@@ -283,7 +283,7 @@ class GradientStore(ProgramParameters):
 
     def _hand_out(self, chains: Sequence[ParameterChain], values: Tensors) -> None:
         """Adds reduced gradients to ``.grad``; those that hooks are to see first, when all of them are there."""
-        if self.window is None or self.window.is_concluded:
+        if not self._awaits_more:
             chains, values = self._hooks.keep_back(chains, values)
         if chains:
             self._add(chains, values)
@@ -346,6 +346,11 @@ class GradientStore(ProgramParameters):
         show_always(self.parameters.values(), False)
         window.require_alike()
         self._conclude(window)
+
+    @property
+    def _awaits_more(self) -> bool:
+        """Whether a window of ``accumulate()`` adds to gradients before hooks see them."""
+        return self.window is not None and not self.window.is_concluded
 
     def _conclude(self, window: Any) -> None:
         """Divides the gradients of a window by its weight, and calls the hooks of its parameters; of what another

@@ -54,10 +54,9 @@ class Delivery:
 
     Args:
         store: where gradients go; the window of ``accumulate()`` that it has now is the call's.
+        captured: the graph, whose outputs they are.
         weight: what the call weighs there.
         nonzero: for a loss, by its index, whether it weighs something, where the program leaves a division by zero out.
-        objective: the index of what is taken for the loss; None for nothing.
-        first: the index of the first output of the model.
         used: the names of the parameters that the call used.
         why_once: why they can be differentiated once only; empty where they can be twice.
         entry: the call's inputs, in a window of ``accumulate()``.
@@ -69,18 +68,17 @@ class Delivery:
     def __init__(
         self,
         store: GradientStore,
+        captured: Captured,
         weight: Weight,
         nonzero: Mapping[int, torch.Tensor],
-        objective: int | None,
-        first: int,
         used: Sequence[str],
         why_once: str,
         entry: Entry,
     ) -> None:
         self.before: dict[int, list[tuple[str, weakref.ref[torch.Tensor]]]] = {}
-        self._store, self._window, self._weight, self._nonzero = store, store.window, weight, nonzero
+        self._store, self._captured, self._window = store, captured, store.window
+        self._weight, self._nonzero = weight, nonzero
         self._weighed, self._why_once, self._entry = False, why_once, entry
-        self._objective, self._first = objective, first
         self._used, self._versions = used, store.versions(used)
 
     def require_twice(self) -> None:
@@ -129,10 +127,11 @@ class Delivery:
                 "backward() of a microbatch after its window of accumulate() has ended: call backward() inside "
                 "the loop over the window"
             )
-        if grad is not None and number != self._objective and self._window.weights == "loss":
+        if grad is not None and self._window.weights == "loss" and number != self._captured.objective:
             raise RuntimeError(
-                f"output {number - self._first} of the model, which is not taken for its loss, was differentiated in a "
-                "window of accumulate(), which weighs each microbatch by what its loss is a mean over\n"
+                f"output {number - len(self._captured.mutated)} of the model, which is not taken for its loss, was "
+                "differentiated in a window of accumulate(), which weighs each microbatch by what its loss is a mean "
+                "over\n"
                 "What to change: let the model, or loss_fn, return all of the loss as one scalar, or pass "
                 'weights="equal" to accumulate(), which counts every microbatch alike.'
             )
