@@ -32,6 +32,9 @@ class HookCalls:
     Args:
         parameters: the parameters at rest, by name.
         add: adds what hooks have made of a gradient to ``.grad``.
+
+    Attributes:
+        before: gradients that were whole before summands were added to them, by name: hooks do not see them again.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class HookCalls:
         self._parameters, self._add = parameters, add
         # The gradients that hooks are to see, of those who see one; no chain where the model has made no part of it.
         self._complete: dict[str, tuple[ParameterChain | None, torch.Tensor | None]] = {}
+        self.before: dict[str, torch.Tensor] = {}
 
     def keep_back(self, chains: Sequence[ParameterChain], values: Tensors) -> tuple[Sequence[ParameterChain], Tensors]:
         """Keeps the reduced gradients that hooks are to see, until all of them are there; returns the others."""
@@ -81,15 +85,19 @@ class HookCalls:
 
     def call(self) -> None:
         """Calls all that are outstanding."""
-        if not self._complete:
-            return
         complete, self._complete = self._complete, {}
+        before, self.before = self.before, {}
+        if not complete:
+            return
         with torch.no_grad():
             for name, (chain, value) in complete.items():
                 if value is not None:
                     parameter = self._parameters[name]
+                    whole = before.get(name)
+                    value = value if whole is None else value - whole
                     grad = as_parameter(value.to(parameter.dtype).contiguous(), parameter)
                     value = call_gradient_hooks(name, parameter, grad).clone()  # hooks may keep theirs
+                    value = value if whole is None else value.add_(whole)
                     if chain is not None:
                         self._add(chain, value)
                     elif parameter.grad is not None:  # the engine has added zeros

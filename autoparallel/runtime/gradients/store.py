@@ -266,7 +266,10 @@ class GradientStore(ProgramParameters):
         layout = pending.accumulator if pending is not None else chain.at_rest
         local = self.grads.local(chain.name, layout)
         if local is None:  # zero_grad() has cleared it
+            self._hooks.before.pop(chain.name, None)
             return None
+        if pending is None and has_gradient_hooks(self.parameters[chain.name]):
+            self._hooks.before[chain.name] = local.clone()
         if layout == chain.accumulator and local.dtype == chain.accumulator_dtype:
             return local
         if pending is None:  # a whole gradient: it becomes a summand again, mostly without communication
