@@ -62,7 +62,7 @@ def redistribute_then_linear(
         [..., n] for each weight.
     """
     results: tuple[Tensor, ...] = _RedistributeThenLinear.apply(
-        x, src, dst, group, chunks, len(weights), *weights, *biases
+        x, src, dst, group, chunks, *weights, *biases, len(weights)
     )
     return results[: len(weights)]
 
@@ -337,9 +337,12 @@ _define(
 class _RedistributeThenLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, src: str, dst: str, group: str, chunks: int, count: int, *parameters: Any
+        ctx: Any, x: Tensor, src: str, dst: str, group: str, chunks: int, *parameters: Any
     ) -> tuple[Tensor, ...]:
-        weights, biases = list(parameters[:count]), list(parameters[count:])
+        # Under no_grad Dynamo leaves ctx out where there is one argument less than forward has parameters, by name:
+        # with the count among those without a name, there never is.
+        *tensors, count = parameters
+        weights, biases = list(tensors[:count]), list(tensors[count:])
         ctx.set_materialize_grads(False)
         ctx.module = ranges.place()
         ctx.way, ctx.count = (*transposed(src, dst), group, chunks), count
@@ -360,7 +363,7 @@ class _RedistributeThenLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         saved, count = ctx.saved_tensors, ctx.count
         used = {i: grad for i, grad in enumerate(grads[:count]) if grad is not None}
-        places = [0, *(6 + i for i in used), *(6 + count + i for i in used)]
+        places = [0, *(5 + i for i in used), *(5 + count + i for i in used)]
         wanted = [ctx.needs_input_grad[place] for place in places]
         results: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         weights, received, of_received = [saved[i] for i in used], saved[count:], grads[count:]

@@ -73,6 +73,31 @@ def test_as_many_bytes_travel_in_more_collectives(shape: tuple[int, ...]) -> Non
         assert (more["all_gather", "tp"], more["reduce_scatter", "tp"]) == (7, 7)
 
 
+def _without_gradients(backend: str) -> list[float]:
+    plain, mesh = make(_gpt), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    pins = {f"blocks.*.norm{i}": [Shard(1)] for i in (1, 2)}
+    model = autoparallel.compile(
+        copy.deepcopy(plain),
+        mesh,
+        loss_fn=_loss,
+        plan="tensor_parallel",
+        linear_chunks=2,
+        backend=backend,
+        pins=pins,
+    )
+    with torch.no_grad():
+        losses = [off(model(TOKENS, TOKENS), _loss(plain(TOKENS), TOKENS))]
+        model.eval(), plain.eval()
+        losses.append(off(model(TOKENS), plain(TOKENS)))
+    assert all("in 2 chunks of rows" in kind.plan.explain() for kind in model._kinds)
+    return losses
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_call_without_gradients(backend: str) -> None:
+    assert max(x for losses in run_on_ranks(_without_gradients, backend, world_size=2) for x in losses) < 1e-9
+
+
 def _draft(hardware: Profile, chunks: int | None = None, limit: float | None = None) -> Plan:
     with torch.device("meta"):
         model = GPT(GPTConfig(width=4096, heads=32, context=4096, layers=2))

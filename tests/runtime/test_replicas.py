@@ -35,10 +35,11 @@ def _train(shape: tuple[int, ...], plan: str, faults: list[tuple[str, int, str]]
     """What each fault makes of the six steps that follow it; the three before have none."""
     found = []
     for name, rank, kind in faults:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp")) if plan == "pipeline" else mesh_of(*shape)
-        preset: Any = "data_parallel" if plan == "pipeline" else plan
+        axes = {"pipeline": ("pp", "dp"), "pipeline, as the last axis": ("dp", "pp")}.get(plan)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes) if axes else mesh_of(*shape)
+        preset: Any = "data_parallel" if axes else plan
         options: Any = {"loss_fn": F.mse_loss, "example_inputs": batch(), "check_replicas": 2}
-        if plan == "pipeline":
+        if axes:
             options["pipeline"] = autoparallel.Pipeline(microbatches=2)
         model = autoparallel.compile(make(Net), mesh, plan=preset, **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -95,6 +96,7 @@ def test_what_differs_stops_the_job(faults: list[tuple[str, int, str]]) -> None:
         ((2, 2), "tensor_parallel", "up.weight", 3, "ranks 1, 3 do not have the same"),
         ((2, 2), "tensor_parallel", "down.bias", 1, "rank 1 differs from 0, 2, 3"),
         ((2, 2), "pipeline", "up.weight", 1, "ranks 0, 1 do not have the same"),
+        ((2, 2), "pipeline, as the last axis", "up.weight", 2, "ranks 0, 2 do not have the same"),
     ],
 )  # fmt: skip
 def test_the_rank_that_differs_is_named(shape: Any, plan: str, name: str, rank: int, expected: str) -> None:

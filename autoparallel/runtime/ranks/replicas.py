@@ -147,8 +147,9 @@ def _axes(mask: int, mesh: DeviceMesh) -> tuple[int, ...]:
     """The axes of the mesh of all ranks along which a set is the same; a pipeline's holds other parameters."""
     if not mask:
         return tuple(range(mesh.ndim))
-    first = mesh.ndim - len([name for name in mesh.mesh_dim_names or () if name != PIPELINE_AXIS])
-    return tuple(first + axis for axis in range(mesh.ndim - first) if mask >> axis & 1)
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    inner = [axis for axis, name in enumerate(names) if name != PIPELINE_AXIS]  # which may stand anywhere
+    return tuple(axis for bit, axis in enumerate(inner) if mask >> bit & 1)
 
 
 def _is_same(digests: Tensor, axes: Sequence[int]) -> bool:
