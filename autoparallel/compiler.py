@@ -17,6 +17,7 @@ from autoparallel.comm.world import PIPELINE_AXIS, count_ranks, device_of, make_
 from autoparallel.data import from_json, to_json
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
+from autoparallel.graph.beside import beside_in
 from autoparallel.graph.calls import Call, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.graph.carried_attributes import computed_attributes
@@ -27,9 +28,10 @@ from autoparallel.passes.sort_calls import sort_calls
 from autoparallel.placements import Invariant, format_layout, parse_layout
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.meshes import MeshSearch
+from autoparallel.planner.fits import require_lies
 from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.programs import prepare
+from autoparallel.planner.programs import prepare, require_stages
 from autoparallel.planner.reasons import PlanAgain
 from autoparallel.planner.request.request import UNSETTLED, Request, Settled
 from autoparallel.predict.cost import workload_of
@@ -110,11 +112,17 @@ class Compiler:
         self.at_rest: dict[str, ParameterPlan] | None = None
         self.first: Plan | None = None
         self._progress = UNSHOWN
+        self._is_carried_out = False  # the plan that was given, by a call that it is about
         self._sorts_calls = False  # of graphs, because ranks have traced them in other orders
         self._alike = [weakref.ref(self)]  # the compilers of this model and of its copies
         self._lie_on(mesh, request)
-        if settings.lent and not isinstance(request.plan, Plan):
+        if settings.lent and self._saved_plan is None:
             self.at_rest = dict.fromkeys(self.store.parameters, self._whole())
+
+    @property
+    def _saved_plan(self) -> Plan | None:
+        """The plan that was given; None where plans are searched."""
+        return self.request.plan if isinstance(self.request.plan, Plan) else None
 
     @property
     def loss_fn(self) -> Callable[..., Any] | None:
@@ -146,6 +154,7 @@ class Compiler:
             self._lie_on(other.mesh, other.request)
         self.choice, self.is_open = other.choice, other.is_open
         self.owners, self.first, self.at_rest = other.owners, other.first, other.at_rest
+        self._is_carried_out = other._is_carried_out
         self.store.offloads_states = other.store.offloads_states
 
     # -- a kind of call ---------------------------------------------------------------------------------------------
@@ -160,7 +169,12 @@ class Compiler:
         title = f"{type(self.model).__name__} in {'training' if call.is_training else 'evaluation'}"
         self._progress = Progress(title, self.agreement.is_first)
         at_rest = self.at_rest
-        if at_rest is None and not call.is_training:
+        if self._saved_plan is not None:
+            if self._is_about(call):
+                at_rest = at_rest if self._is_carried_out else None
+            elif at_rest is None:
+                at_rest = self._lie_as(self._saved_plan)
+        elif at_rest is None and not call.is_training:
             at_rest = self._plan_at_rest(call)
         if self.is_open:
             captured = self._choose_mesh(call)
@@ -181,6 +195,20 @@ class Compiler:
             kind = self._attach(captured, plan, call, self._layouts_at_rest(plan) if at_rest is None else at_rest)
         self._progress.conclude(lambda: headline(kind.plan) if call.is_training else "a program of its own")
         return replace(kind, trace=trace)
+
+    def _is_about(self, call: Call) -> bool:
+        """Whether a call is what a plan is made for: it trains, by ``forward``, with a loss where there is a function
+        for it."""
+        beside = beside_in(call.specs, call.in_spec)
+        return call.trains and beside.method is None and (call.with_target or self.loss_fn is None)
+
+    def _lie_as(self, plan: Plan) -> dict[str, ParameterPlan]:
+        """How every parameter lies where a call comes first that a given plan is not about: as the plan says."""
+        shapes = {name: parameter.shape for name, parameter in self.store.parameters.items()}
+        require_lies(plan, shapes, self.request.axes)
+        require_stages(self.request, plan)
+        self.first = plan
+        return self._layouts_at_rest(plan)
 
     def _plan_at_rest(self, call: Call) -> dict[str, ParameterPlan]:
         """How every parameter lies where a call comes first that does not train: as for the graph that trains, on a
@@ -280,14 +308,16 @@ class Compiler:
                 )
 
     def _plan(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:
-        plan, first = self.request.plan, self.first
+        saved, first = self._saved_plan, self.first
         if self.request.stages and (why_not := _why_not_staged(captured)):
             raise PlanError(
                 f"{why_not}\n"
                 "What to change: add up in a registered buffer (self.tokens += mask.sum()), set the rest outside of "
                 "forward, or use a mesh without 'pp'."
             )
-        if not isinstance(plan, Plan) or at_rest is not None:
+        if saved is not None and (at_rest is None or call.trains and self._fits(saved, captured, call)):
+            plan, self._is_carried_out = saved, True
+        else:
             settled = Settled(at_rest)
             if first is not None:
                 settled = Settled(at_rest, first.pipeline, first.recompute, first.offload_optimizer)
@@ -298,6 +328,14 @@ class Compiler:
         prepare(self.request, captured, plan, call)
         self.first = first or plan
         return plan
+
+    def _fits(self, plan: Plan, captured: Captured, call: Call) -> bool:
+        try:
+            prepare(self.request, captured.copy(), plan, call)
+        except PlanError as error:
+            LOGGER.info("a kind of call is planned anew, around parameters as they lie: %s", error)
+            return False
+        return True
 
     def _attach(self, captured: Captured, plan: Plan, call: Call, at_rest: dict[str, ParameterPlan]) -> Kind:
         """Builds the program, or every stage's, and attaches this rank's to the parameters, which then lie as

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
 
@@ -44,8 +44,7 @@ def require_fits(plan: Decisions, captured: Captured, mesh: Axes) -> None:
         PlanError: naming what differs.
     """
     graph = captured.graph
-    if plan.mesh != mesh:
-        raise PlanError(f"the plan is for the mesh {mesh_text(plan.mesh)}, not for {mesh_text(mesh)}: plan again")
+    _require_mesh(plan, mesh)
     keys = {n.meta["key"] for n in graph.nodes if _is_planned(n)}
     missing, extra = sorted(keys - set(plan.operators)), sorted(set(plan.operators) - keys)
     if missing or extra or fingerprint(captured) != plan.fingerprint:
@@ -68,6 +67,28 @@ def require_fits(plan: Decisions, captured: Captured, mesh: Axes) -> None:
     _require_parameters(plan, captured, sizes)
 
 
+def require_lies(plan: Decisions, shapes: Mapping[str, Sequence[int]], mesh: Axes) -> None:
+    """Refuses a mesh, or a model's parameters, that a plan was not made for.
+
+    Args:
+        shapes: of every parameter of the model, by name.
+
+    Raises:
+        PlanError: naming what differs.
+    """
+    _require_mesh(plan, mesh)
+    for name, parameter in plan.parameters.items():
+        if name not in shapes:
+            raise PlanError(f"the plan is for another model (the plan has {name}, the model has not): plan again")
+        parameter.require_valid(name, len(plan.mesh))
+        _require_layout(plan, name, shapes[name], plan.at_rest(name), reaches_all)
+
+
+def _require_mesh(plan: Decisions, mesh: Axes) -> None:
+    if plan.mesh != mesh:
+        raise PlanError(f"the plan is for the mesh {mesh_text(plan.mesh)}, not for {mesh_text(mesh)}: plan again")
+
+
 def _require_operator(plan: Decisions, node: fx.Node, sizes: Sizes) -> None:
     key = node.meta["key"]
     modes = plan.modes(key)
@@ -79,14 +100,14 @@ def _require_operator(plan: Decisions, node: fx.Node, sizes: Sizes) -> None:
             raise PlanError(f"{key} cannot run as {mode}; it can run as {', '.join(sorted(map(str, ways)))}")
     needs, result = typed_call(node, modes)
     what = f"{key} as {', '.join(map(str, modes))}"
-    _require_layout(plan, what, node, result, divides, sizes)
+    _require_layout(plan, what, sizes.shape(node), result, divides)
     for x, layout in zip(tensor_operands(node), needs, strict=True):
         if node.target is not operators.pad_rows:
-            _require_layout(plan, what, x, layout, divides, sizes)
+            _require_layout(plan, what, sizes.shape(x), layout, divides)
             continue
         for dim, whole in enumerate(node.meta["val"].shape):
             cut = tuple(p if p == Shard(dim) else Invariant for p in layout)
-            _require_layout(plan, what, x, cut, functools.partial(_fills_up, whole), sizes)
+            _require_layout(plan, what, sizes.shape(x), cut, functools.partial(_fills_up, whole))
 
 
 def _require_parameters(plan: Decisions, captured: Captured, sizes: Sizes) -> None:
@@ -98,7 +119,7 @@ def _require_parameters(plan: Decisions, captured: Captured, sizes: Sizes) -> No
     for node in captured.parameter_nodes:
         name = captured.parameters[node.name]
         plan.parameters[name].require_valid(name, len(plan.mesh))
-        _require_layout(plan, name, node, plan.at_rest(name), reaches_all, sizes)
+        _require_layout(plan, name, sizes.shape(node), plan.at_rest(name), reaches_all)
 
 
 def require_gathered_once(plan: Decisions, captured: Captured) -> None:
@@ -114,13 +135,11 @@ def require_gathered_once(plan: Decisions, captured: Captured) -> None:
 def _require_layout(
     plan: Decisions,
     what: str,
-    node: fx.Node,
+    shape: Sequence[int],
     layout: Layout,
     fits: Callable[[Sequence[int], Layout, Sequence[int]], bool],
-    sizes: Sizes,
 ) -> None:
     """Each dim that is cut must exist, and be cut as ``fits`` wants it."""
-    shape = sizes.shape(node)
     for axis, placement in enumerate(layout):
         if placement.kind == "S":
             dim = placement.dim

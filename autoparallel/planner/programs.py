@@ -80,13 +80,18 @@ def prepare(request: Request, captured: Captured, plan: Plan, call: Call) -> Non
     require_gathered_once(plan, captured)
     if call.trains and captured.objective is not None:
         require_chunkable(captured.graph, max(plan.loss_chunks, request.loss_chunks or 1))
-    if request.stages and (plan.pipeline is None or plan.pipeline.ranks != request.stages):
-        raise PlanError(f"the plan is not for a pipeline over {request.stages} ranks: plan again")
+    require_stages(request, plan)
     if plan.microbatches > 1:
         require_cuttable(captured, call, plan.microbatches)
     if plan.staging is not None:
         count = microbatches_of(request, plan.staging, captured, call)
         captured.actual = sizes_of(captured, micro_specs(call.specs, count))
+
+
+def require_stages(request: Request, plan: Plan) -> None:
+    """Raises PlanError where a mesh has a pipeline's axis that a plan was not made for."""
+    if request.stages and (plan.pipeline is None or plan.pipeline.ranks != request.stages):
+        raise PlanError(f"the plan is not for a pipeline over {request.stages} ranks: plan again")
 
 
 def microbatches_of(request: Request, pipeline: PipelinePlan, captured: Captured, call: Call) -> int:

@@ -354,7 +354,11 @@ class ParallelModule(Face):
 
     @property
     def plan(self) -> Plan:
-        """What was decided. Raises RuntimeError before the first call, unless compile() got example inputs."""
+        """What was decided for the first kind of call that trains; until there is one, for the first kind.
+
+        Raises:
+            RuntimeError: before the first call, unless compile() got example inputs.
+        """
         if self._kinds.plan is None:
             raise RuntimeError("there is no plan yet: call the model once, or pass example_inputs to compile()")
         return self._kinds.plan

@@ -438,6 +438,68 @@ def _other_calls_of_a_saved_plan(preset: str) -> dict[str, Any]:
     return results
 
 
+class _Scored(nn.Module):
+    """It is also called without a target, and by another method."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(8, width), nn.Linear(width, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.down(F.gelu(self.up(x))))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class _Deeper(_Scored):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+def _a_saved_plan_behind_another_call() -> dict[str, Any]:
+    torch.manual_seed(0)
+    plain, mesh = _Scored().double(), mesh_of(2)
+    pins = {"down": (Replicate(),), "up.weight": (Shard(0),)}  # what no search would take by itself
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "forward_methods": ("encode",)}
+    x, y = torch.rand(2, 4, 8, dtype=torch.float64)
+    model = autoparallel.compile(copy.deepcopy(plain), mesh, pins=pins, **options)
+    model.prepare(x, y)
+    plan = Plan.from_json(model.plan.to_json())
+    calls: dict[str, Any] = {
+        "evaluation": lambda m: m.eval()(x),
+        "evaluation, of a loss": lambda m: m.eval()(x, y) if m is not plain else F.mse_loss(plain.eval()(x), y),
+        "evaluation, of odd rows": lambda m: m.eval()(x[:3]),
+        "without a target": lambda m: m(x),
+        "another method": lambda m: m.encode(x),
+    }
+    results = {}
+    for name, call in calls.items():
+        given = autoparallel.compile(copy.deepcopy(plain), mesh, plan=plan, **options)
+        with torch.no_grad():
+            results[name] = off(call(given), call(plain))
+        given.train()
+        given(x, y).backward()
+        plain.zero_grad()
+        F.mse_loss(plain(x), y).backward()
+        results[name] = max(results[name], gradients_off(given, plain))
+        assert given.plan.operators == plan.operators, name
+    for name, other in {"operators": _Deeper(), "shapes": _Scored(15), "parameters": nn.Linear(8, 8)}.items():
+        methods = {"forward_methods": ()} if name == "parameters" else {}
+        given = autoparallel.compile(other.double(), mesh, plan=plan, **{**options, **methods})
+        results[f"other {name}"] = raised(lambda given=given: (given.eval()(x), given.train()(x, y)))
+    return results
+
+
+def test_a_saved_plan_is_carried_out_behind_calls_that_it_is_not_about() -> None:
+    for results in run_on_ranks(_a_saved_plan_behind_another_call, world_size=2):
+        errors = {name: results.pop(f"other {name}") for name in ("operators", "shapes", "parameters")}
+        assert len(results) == 5 and max(results.values()) < 1e-12, results
+        assert "the plan is for another model (the model has /aten.tanh#0" in errors["operators"], errors
+        assert "the plan is for another model (shapes differ" in errors["shapes"], errors
+        assert "the plan is for another model (the plan has up.weight, the model has not)" in errors["parameters"]
+
+
 @pytest.mark.parametrize("preset", ["fsdp", "data_parallel"])
 def test_a_saved_plan_serves_other_lengths_numbers_of_rows_and_ways_to_call(preset: str) -> None:
     for results in run_on_ranks(_other_calls_of_a_saved_plan, preset, world_size=2):

@@ -145,7 +145,8 @@ class Kinds:
         exchange: what the ranks show each other about the model.
 
     Attributes:
-        plan: of the first kind; None before.
+        plan: of the first kind that trains; until there is one, of the first.
+        trains: whether it is of one that trains.
         calls: how many calls in training mode the model has had.
         carried: what calls are given beside their inputs.
         set_in_memory: the attributes and buffers that calls set to what lies in the memory of other tensors.
@@ -154,6 +155,7 @@ class Kinds:
     def __init__(self, maker: KindMaker, exchange: Exchange) -> None:
         self.maker, self.exchange, self.store = maker, exchange, maker.store
         self.plan: Plan | None = None
+        self.trains = False
         self.calls = 0
         self.carried = Carried(exchange)
         self.set_in_memory: set[str] = set()
@@ -383,7 +385,8 @@ class Kinds:
         call, key, why = search.call, search.key, search.why
         states = self._states.setdefault(key.call, [])
         changes = [(label, state) for state in states if (label := state.changed(call.values)) is not None]
-        self.plan = self.plan or kind.plan
+        if self.plan is None or call.trains and not self.trains:
+            self.plan, self.trains = kind.plan, call.trains
         if fixes_numbers(kind.runner.captured, call):
             self._fixing.add(self._form(call))
             key = self._key(replace(call, specs=without_numbers(call.specs)))
