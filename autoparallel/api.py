@@ -125,9 +125,9 @@ def compile(
         linear_chunks: computes linear layers that read what ranks exchange, or make it, in this many chunks of rows, so
             that what one chunk exchanges runs while the others are computed (asynchronous tensor parallelism). None
             leaves it to the plan, which takes what is predicted to be fastest; 1 leaves layers whole.
-        microbatches: cuts the batch of each training call into this many parts, which run forward and backward one
-            after another, with the loss and the gradients of the whole batch; a model for which these would differ is
-            refused.
+        microbatches: cuts the batch of each training call into this many parts, or the next more that divide its rows,
+            which run forward and backward one after another, with the loss and the gradients of the whole batch; a
+            model for which these would differ is refused.
             Outputs beside the loss are kept with ``outputs="gather"`` only. None leaves it to the plan. For a mesh with
             an axis "pp" give ``pipeline=Pipeline(microbatches=...)``.
         offload_optimizer: keeps the optimizer's states in host memory, from where they come to the device for their own

@@ -28,7 +28,7 @@ from autoparallel.passes.sort_calls import sort_calls
 from autoparallel.placements import Invariant, format_layout, parse_layout
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.meshes import MeshSearch
-from autoparallel.planner.fits import require_lies
+from autoparallel.planner.fits import UnevenError, require_lies
 from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.programs import prepare, require_stages
@@ -169,11 +169,8 @@ class Compiler:
         title = f"{type(self.model).__name__} in {'training' if call.is_training else 'evaluation'}"
         self._progress = Progress(title, self.agreement.is_first)
         at_rest = self.at_rest
-        if self._saved_plan is not None:
-            if self._is_about(call):
-                at_rest = at_rest if self._is_carried_out else None
-            elif at_rest is None:
-                at_rest = self._lie_as(self._saved_plan)
+        if at_rest is None and self._saved_plan is not None:
+            at_rest = self._lie_as(self._saved_plan)
         elif at_rest is None and not call.is_training:
             at_rest = self._plan_at_rest(call)
         if self.is_open:
@@ -203,7 +200,7 @@ class Compiler:
         return call.trains and beside.method is None and (call.with_target or self.loss_fn is None)
 
     def _lie_as(self, plan: Plan) -> dict[str, ParameterPlan]:
-        """How every parameter lies where a call comes first that a given plan is not about: as the plan says."""
+        """How every parameter lies where a plan is given, whatever call comes first."""
         shapes = {name: parameter.shape for name, parameter in self.store.parameters.items()}
         require_lies(plan, shapes, self.request.axes)
         require_stages(self.request, plan)
@@ -226,10 +223,10 @@ class Compiler:
         return self._layouts_at_rest(self._plan(captured, trained, None))
 
     def _plan_larger(self, captured: Captured, call: Call, error: PlanError) -> dict[str, ParameterPlan]:
-        """How every parameter lies where a preset, or a plan that was given, cannot cut the batch of a call that comes
-        first, for which there is an error: as for the next larger batch that it can."""
+        """How every parameter lies where a preset or a pipeline cannot cut the batch of a call that comes first, for
+        which there is an error: as for the next larger batch that it can."""
         even = self._round_batch(call, captured.batch_dims)
-        if self.request.stages or self.request.plan == "auto" or even.specs == call.specs:
+        if even.specs == call.specs or self.request.plan == "auto" and not self.request.stages:
             raise error
         try:
             larger = self._capture(even)
@@ -244,7 +241,8 @@ class Compiler:
             dims: which dim is the batch, where it is not the first one (see ``Captured.batch_dims``).
         """
         pipeline = self.request.pipeline
-        pieces = self.mesh.size() * (pipeline.microbatches or 1 if pipeline is not None else 1)
+        count = self.request.microbatches if pipeline is None else pipeline.microbatches
+        pieces = self.mesh.size() * (count or 1)
         specs = list(call.specs)
         places = dims or {i: 0 for i, s in enumerate(specs) if isinstance(s, InputSpec) and s.batch}
         before = next((specs[leaf].shape[dim] for leaf, dim in (dims or {}).items()), call.batch)
@@ -315,8 +313,8 @@ class Compiler:
                 "What to change: add up in a registered buffer (self.tokens += mask.sum()), set the rest outside of "
                 "forward, or use a mesh without 'pp'."
             )
-        if saved is not None and (at_rest is None or call.trains and self._fits(saved, captured, call)):
-            plan, self._is_carried_out = saved, True
+        if saved is not None and call.trains and self._carries_out(saved, captured, call):
+            plan = saved
         else:
             settled = Settled(at_rest)
             if first is not None:
@@ -329,12 +327,20 @@ class Compiler:
         self.first = first or plan
         return plan
 
-    def _fits(self, plan: Plan, captured: Captured, call: Call) -> bool:
+    def _carries_out(self, plan: Plan, captured: Captured, call: Call) -> bool:
+        """Whether a call that trains runs by the plan that was given.
+
+        Raises:
+            PlanError: where the first that the plan is about does not, but for sizes that do not divide.
+        """
         try:
             prepare(self.request, captured.copy(), plan, call)
         except PlanError as error:
+            if self._is_about(call) and not self._is_carried_out and not isinstance(error, UnevenError):
+                raise
             LOGGER.info("a kind of call is planned anew, around parameters as they lie: %s", error)
             return False
+        self._is_carried_out = True
         return True
 
     def _attach(self, captured: Captured, plan: Plan, call: Call, at_rest: dict[str, ParameterPlan]) -> Kind:

@@ -16,6 +16,7 @@ from autoparallel.pipeline.schedules import (
     Passing,
     Timeline,
     actions_of,
+    cut_rows,
     play,
     rank_of_stage,
     require_schedule,
@@ -129,6 +130,17 @@ class PipelinePlan:
         passings = [Passing(i, i, i + 1, True) for i in range(self.count - 1)]
         lists = actions_of(self.schedule, self.ranks, self.count, self.microbatches)
         return play(lists, self.rank_of, passings, seconds, lambda p: self.stages[p.value].passing)
+
+    def cut(self, rows: int) -> int:
+        """Into how many microbatches a call of so many rows is cut that is differentiated."""
+        return cut_rows(self.microbatches, rows, self._runs)
+
+    def _runs(self, microbatches: int) -> bool:
+        try:
+            actions_of(self.schedule, self.ranks, self.count, microbatches)
+        except ValueError:
+            return False
+        return True
 
     def require_valid(self) -> None:
         """Raises ValueError for what cannot be run."""

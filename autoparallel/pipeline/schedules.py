@@ -131,6 +131,17 @@ def require_schedule(schedule: str, ranks: int, stages_per_rank: int, microbatch
         raise ValueError(f"the schedule {schedule!r} cannot run {microbatches} microbatches: {error}") from error
 
 
+def cut_rows(microbatches: int, rows: int, runs: Callable[[int], bool] = lambda count: True) -> int:
+    """Into how many microbatches rows are cut that are to be cut into so many: where those do not divide them, into the
+    next more that do, of which each takes less memory, else into fewer.
+
+    Args:
+        runs: whether so many can run; where no number that divides the rows can, it stays as it is.
+    """
+    counts = (*range(microbatches, rows + 1), *range(min(microbatches, rows), 0, -1))
+    return next((count for count in counts if rows % count == 0 and runs(count)), microbatches)
+
+
 @functools.lru_cache(maxsize=32)
 def actions_of(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     """For each rank, what it computes, in order.

@@ -28,6 +28,10 @@ from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.ways import call_modes, typed_call
 
 
+class UnevenError(PlanError):
+    """A tensor of a call does not divide as a plan cuts it."""
+
+
 def _is_planned(node: fx.Node) -> bool:
     """Whether a call makes or reads a tensor, so that a plan says how it runs."""
     return node.op == "call_function" and (is_tensor(node) or bool(tensor_operands(node)))
@@ -41,6 +45,7 @@ def require_fits(plan: Decisions, captured: Captured, mesh: Axes) -> None:
     """Refuses a mesh or a graph that a plan was not made for, and decisions that cannot be carried out.
 
     Raises:
+        UnevenError: where only the sizes of the call do not fit.
         PlanError: naming what differs.
     """
     graph = captured.graph
@@ -57,14 +62,15 @@ def require_fits(plan: Decisions, captured: Captured, mesh: Axes) -> None:
         if layer not in layers:
             possible = ", ".join(layers) or "none"
             raise PlanError(f"the plan recomputes {layer!r}, which is no layer of the model (layers: {possible})")
-    kinds, checked, sizes = Signatures({}), set(), Sizes(captured.actual)
+    sizes = Sizes(captured.actual)
+    _require_parameters(plan, captured, sizes)
+    kinds, checked = Signatures({}), set()
     for node in graph.nodes:
         if node.op == "call_function" and is_tensor(node) and node.target is not operator.getitem:
             alike = kinds.call(node), plan.operators[node.meta["key"]]
             if alike not in checked:
                 _require_operator(plan, node, sizes)
                 checked.add(alike)
-    _require_parameters(plan, captured, sizes)
 
 
 def require_lies(plan: Decisions, shapes: Mapping[str, Sequence[int]], mesh: Axes) -> None:
@@ -81,7 +87,7 @@ def require_lies(plan: Decisions, shapes: Mapping[str, Sequence[int]], mesh: Axe
         if name not in shapes:
             raise PlanError(f"the plan is for another model (the plan has {name}, the model has not): plan again")
         parameter.require_valid(name, len(plan.mesh))
-        _require_layout(plan, name, shapes[name], plan.at_rest(name), reaches_all)
+        _require_layout(plan, name, shapes[name], plan.at_rest(name), reaches_all, PlanError)
 
 
 def _require_mesh(plan: Decisions, mesh: Axes) -> None:
@@ -119,7 +125,7 @@ def _require_parameters(plan: Decisions, captured: Captured, sizes: Sizes) -> No
     for node in captured.parameter_nodes:
         name = captured.parameters[node.name]
         plan.parameters[name].require_valid(name, len(plan.mesh))
-        _require_layout(plan, name, sizes.shape(node), plan.at_rest(name), reaches_all)
+        _require_layout(plan, name, sizes.shape(node), plan.at_rest(name), reaches_all, PlanError)
 
 
 def require_gathered_once(plan: Decisions, captured: Captured) -> None:
@@ -138,6 +144,7 @@ def _require_layout(
     shape: Sequence[int],
     layout: Layout,
     fits: Callable[[Sequence[int], Layout, Sequence[int]], bool],
+    uneven: type[PlanError] = UnevenError,
 ) -> None:
     """Each dim that is cut must exist, and be cut as ``fits`` wants it."""
     for axis, placement in enumerate(layout):
@@ -146,7 +153,8 @@ def _require_layout(
             size = shape[dim] if dim < len(shape) else None
             alone = tuple(Shard(0) if p == placement else Invariant for p in layout)
             if size is None or not fits((size,), alone, plan.axis_sizes):
-                raise PlanError(
+                kind = PlanError if size is None else uneven
+                raise kind(
                     f"{what}: a tensor of shape {list(shape)} cannot lie as "
                     f"{format_layout(layout)} on {mesh_text(plan.mesh)} (axis {plan.axis_names[axis]})"
                 )
@@ -182,8 +190,6 @@ def differing(captured: Captured, call: Call, count: int) -> str:
     """Why a call cannot be run in so many microbatches with the numbers of the whole batch; empty where it can."""
     if problem := unable(captured, call):
         return problem
-    if call.batch % count:
-        return f"its {call.batch} rows do not divide by {count} (drop_last=True in the data loader drops such a batch)"
     if computed := computed_attributes(captured):
         line = next((line for name in computed if (line := captured.set_at.get(name))), "")
         return f"it {shown_changes(computed)}{f', at {line}' * bool(line)}"

@@ -76,16 +76,16 @@ def prepare(request: Request, captured: Captured, plan: Plan, call: Call) -> Non
         PlanError: when the plan does not fit it.
     """
     adapt(request, captured, call, plan.padded, plan.microbatches, plan.loss_chunks)
-    require_fits(plan, captured, request.axes)
     require_gathered_once(plan, captured)
     if call.trains and captured.objective is not None:
         require_chunkable(captured.graph, max(plan.loss_chunks, request.loss_chunks or 1))
     require_stages(request, plan)
-    if plan.microbatches > 1:
-        require_cuttable(captured, call, plan.microbatches)
     if plan.staging is not None:
         count = microbatches_of(request, plan.staging, captured, call)
+        if plan.pipeline is None:
+            require_cuttable(captured, call, count)
         captured.actual = sizes_of(captured, micro_specs(call.specs, count))
+    require_fits(plan, captured, request.axes)
 
 
 def require_stages(request: Request, plan: Plan) -> None:
@@ -97,6 +97,6 @@ def require_stages(request: Request, plan: Plan) -> None:
 def microbatches_of(request: Request, pipeline: PipelinePlan, captured: Captured, call: Call) -> int:
     """How many microbatches a call has, or at least may have."""
     if captured.objective is not None and call.trains:
-        return pipeline.microbatches
+        return pipeline.cut(call.batch)
     ranks = request.batch_ranks
     return count_microbatches(pipeline.microbatches, call.batch, lambda m: call.batch // m % ranks == 0)

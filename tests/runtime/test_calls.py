@@ -412,12 +412,12 @@ class _Labelled(nn.Module):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
-def _other_calls_of_a_saved_plan(preset: str) -> dict[str, Any]:
+def _other_calls_of_a_saved_plan(preset: str, microbatches: int) -> dict[str, Any]:
     torch.manual_seed(0)
     plain = _Labelled().double()
     mesh = mesh_of(2)
     ids = torch.arange(32).view(4, 8) % 12
-    model = autoparallel.compile(copy.deepcopy(plain), mesh, plan=preset)
+    model = autoparallel.compile(copy.deepcopy(plain), mesh, plan=preset, microbatches=microbatches)
     model.prepare(ids, labels=ids)
     text = model.plan.to_json()
     results = {}
@@ -500,7 +500,7 @@ def test_a_saved_plan_is_carried_out_behind_calls_that_it_is_not_about() -> None
         assert "the plan is for another model (the plan has up.weight, the model has not)" in errors["parameters"]
 
 
-@pytest.mark.parametrize("preset", ["fsdp", "data_parallel"])
-def test_a_saved_plan_serves_other_lengths_numbers_of_rows_and_ways_to_call(preset: str) -> None:
-    for results in run_on_ranks(_other_calls_of_a_saved_plan, preset, world_size=2):
+@pytest.mark.parametrize(("preset", "microbatches"), [("fsdp", 1), ("data_parallel", 1), ("fsdp", 2)])
+def test_a_saved_plan_serves_other_lengths_numbers_of_rows_and_ways_to_call(preset: str, microbatches: int) -> None:
+    for results in run_on_ranks(_other_calls_of_a_saved_plan, preset, microbatches, world_size=2):
         assert len(results) == 10 and max(results.values()) < 1e-12, results

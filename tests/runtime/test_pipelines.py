@@ -243,8 +243,6 @@ def _refuse() -> dict[str, str | None]:
     calls = {
         "more stages than layers": lambda: compiled(mesh, layers=1)(*x_y),
         "fewer microbatches than ranks": lambda: compiled(mesh, microbatches=1)(*x_y),
-        "a batch that does not divide at first": lambda: compiled(mesh, microbatches=3)(*x_y),
-        "a batch that does not divide later": lambda: model(*data(6)),
         "microbatches that the schedule cannot run": lambda: compiled(
             mesh, schedule="interleaved_1f1b", microbatches=7
         )(*data(14)),
@@ -264,8 +262,6 @@ def _refuse() -> dict[str, str | None]:
 REFUSED = {
     "more stages than layers": ("2 stages", "1 operators with parameters"),
     "fewer microbatches than ranks": ("1 microbatches", "2 ranks"),
-    "a batch that does not divide at first": ("8 rows", "3 microbatches"),
-    "a batch that does not divide later": ("6 rows", "4 microbatches", "drop_last"),
     "microbatches that the schedule cannot run": ("interleaved_1f1b", "7"),
     "too little memory": ("stage 0", "100 B", "memory_limit"),
     "a DTensor": ("another mesh|plain tensors",),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 
+from autoparallel.pipeline.schedules import cut_rows
 from autoparallel.planner.candidates.candidates import Candidate, Outcome, Proposals
 from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.candidates.means import with_means
@@ -95,5 +96,6 @@ def _microbatches_in_call(evaluator: Evaluator) -> int:
         return 1
     if captured.objective is None and request.loss_fn is not None and not call.with_target:
         return 1
+    count = cut_rows(count, call.batch)
     require_cuttable(captured, call, count)
     return count

@@ -180,7 +180,7 @@ class PipelineRunner:
         """How many microbatches a call is cut into: where nothing is differentiated, as many as the plan can run, or
         one, where more would not make what the batch does."""
         if self._differentiates(call):
-            return self.plan.microbatches
+            return self.plan.cut(call.batch)
         if self.staged.is_whole:
             return 1
         if call.shapes not in self._counts:
