@@ -135,7 +135,9 @@ class Face(nn.Module):
             return pytree.tree_map_only(torch.Tensor, refused, results) if lent else results
 
         def refused(result: torch.Tensor) -> Any:
-            return refuse_gradient(result.detach(), _OF_METHOD.format(name=name)) if result.requires_grad else result
+            if not result.requires_grad:
+                return result
+            return refuse_gradient(result.detach(), _OF_METHOD.format(name=name), self._plain.parameters())
 
         def method(*args: Any, **kwargs: Any) -> Any:
             results = run(getattr(self._plain, name), *args, **kwargs)

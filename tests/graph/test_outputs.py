@@ -90,6 +90,11 @@ def _refusal(forward: Any, loss_of: Any) -> str:
     loss_of(plain(rows())).backward()  # eager can
     model = autoparallel.compile(Program(forward))
     text = raised(lambda: loss_of(model(rows())).backward())
+    parameters = [*model.parameters()]
+    for allow_unused in (False, True):  # neither torch's words nor nothing, of which a script would make zeros
+        assert text == raised(
+            lambda unused=allow_unused: torch.autograd.grad(loss_of(model(rows())), parameters, allow_unused=unused)
+        )
     assert all(p.grad is None for p in model.parameters()), "nothing was computed"
     model(rows())["loss" if isinstance(plain(rows()), dict) else 0].backward()  # and the loss still can
     return text
@@ -301,6 +306,10 @@ def _pipelines() -> dict[str, Any]:
         if outputs == "gather":
             results["kept"] = off(logits.detach(), expected[0].detach())
             results["refused"] = raised(lambda logits=logits: logits.sum().backward())
+            parameters = [*model.parameters()]
+            results["handed out"] = raised(
+                lambda logits=logits, p=parameters: torch.autograd.grad(logits.sum(), p, allow_unused=True)
+            )
         else:
             results["not kept"] = raised(lambda logits=logits: logits.sum())
         loss.backward(), expected[1].backward()
@@ -321,7 +330,7 @@ def _both(out: Any) -> tuple[Any, Any]:
 def test_a_pipeline_knows_its_loss_or_says_so() -> None:
     for results in run_distributed(_pipelines, world_size=2):
         assert "a pipeline must know its loss" in results["ambiguous"] and 'the name "loss"' in results["ambiguous"]
-        assert "a pipeline differentiates its loss only" in results["refused"]
+        assert "a pipeline differentiates its loss only" in results["refused"] == results["handed out"]
         assert "output 0 of the model is not kept" in results["not kept"]
         assert results["kept"] < TOLERANCE
         for case in itertools.product(("auto", "gather"), ("_Head", "_Tuple")):

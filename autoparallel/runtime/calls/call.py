@@ -213,7 +213,7 @@ def _deliver(kinds: Kinds, kind: Kind, call: Call, results: Sequence[Any], entry
         values[i] = Outputs.apply(delivery, values[i], i in captured.own_outputs, i, *first)
         values[i] = _as_it_lies(kinds, kind, i, values[i])
     if torch.is_grad_enabled():
-        refuse_detached(captured, values)
+        refuse_detached(captured, values, map(store.parameters.__getitem__, kind.runner.used))
     for i in {*tensors} - {*differentiable}:
         values[i] = delivery.value(values[i], i)
         values[i] = _as_it_lies(kinds, kind, i, values[i])

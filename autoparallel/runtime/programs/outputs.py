@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -181,10 +181,11 @@ class Outputs(torch.autograd.Function):
 
 
 class Refuse(torch.autograd.Function):
-    """An output that cannot be differentiated, though the plain model's can."""
+    """An output that cannot be differentiated, though the plain model's can; with respect to what it is made of, too:
+    ``torch.autograd.grad(..., allow_unused=True)`` comes nowhere else."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, reason: str) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, reason: str, *made_of: torch.Tensor) -> torch.Tensor:
         ctx.reason = reason
         return value.view_as(value)
 
@@ -193,8 +194,11 @@ class Refuse(torch.autograd.Function):
         raise RuntimeError(ctx.reason)
 
 
-def refuse_detached(captured: Captured, values: list[Any]) -> None:
+def refuse_detached(captured: Captured, values: list[Any], parameters: Iterable[torch.Tensor]) -> None:
     """Lets the outputs that were detached beside the loss raise when they are differentiated; in place."""
+    if not captured.detached:
+        return
+    anchor = _anchor(parameters)
     first = len(captured.mutated)
     for i in captured.detached:
         if isinstance(values[i], torch.Tensor) and not values[i].requires_grad:
@@ -204,12 +208,17 @@ def refuse_detached(captured: Captured, values: list[Any]) -> None:
                 'compile() for outputs that are whole and can be differentiated, or outputs="sharded" for such as lie '
                 "over the mesh"
             )
-            values[i] = refuse_gradient(values[i], reason)
+            values[i] = Refuse.apply(values[i], reason, anchor)
 
 
-def refuse_gradient(value: torch.Tensor, reason: str) -> Any:
-    """A tensor that raises when it is differentiated."""
-    return Refuse.apply(torch.zeros((), device=value.device, requires_grad=True), value, reason)
+def refuse_gradient(value: torch.Tensor, reason: str, parameters: Iterable[torch.Tensor]) -> Any:
+    """A tensor that raises when it is differentiated, with respect to some of a model's parameters or at all."""
+    return Refuse.apply(value, reason, _anchor(parameters))
+
+
+def _anchor(parameters: Iterable[torch.Tensor]) -> Any:
+    """A scalar that is made of parameters, as autograd sees it, and requires a gradient."""
+    return Refuse.apply(torch.zeros(()), "", torch.zeros((), requires_grad=True), *parameters)
 
 
 class NotKept:

@@ -442,7 +442,8 @@ class PipelineRunner:
         if torch.is_grad_enabled():
             for i in (*self.captured.flowing, *self.captured.detached):
                 if isinstance(outputs[i], torch.Tensor) and not (run.differentiate and i == self.loss):
-                    outputs[i] = refuse_gradient(outputs[i], f"{self._what} {_ONLY_LOSS}")
+                    made_of = map(self.store.parameters.__getitem__, self.used)
+                    outputs[i] = refuse_gradient(outputs[i], f"{self._what} {_ONLY_LOSS}", made_of)
         return outputs
 
     def _divisor(self, run: _Run, combined: Mapping[int, torch.Tensor]) -> torch.Tensor | float:
