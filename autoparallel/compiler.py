@@ -49,6 +49,7 @@ from autoparallel.runtime.programs.compiled import Body, plain_body
 from autoparallel.runtime.programs.pipeline import attach_stages
 from autoparallel.runtime.programs.runner import Runner
 from autoparallel.runtime.ranks.agreement import Agreement
+from autoparallel.runtime.steps.scalers import agree_on_overflows
 from autoparallel.text import LOGGER
 
 TAKEN_FOR_GRANTED = (
@@ -363,6 +364,8 @@ class Compiler:
         self._settle(at_rest)
         runner = attach_stages(built, store, self.model, bind(self.mesh), owners, request.redistributor, make_body)
         runner.scaler = self.settings.scaler
+        if runner.scaler is not None and store.everyone is not None:
+            agree_on_overflows(runner.scaler, store.everyone, runner.device)
         return Kind(runner, plan)
 
     def _require_same_program(self, program: LocalProgram | StagedProgram, plan: Plan) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -35,6 +36,20 @@ def call_innermost(optimizer: torch.optim.Optimizer, before: Any, after: Any) ->
         last.pop(_INNERMOST, None)
 
     return remove
+
+
+Overflows = Mapping[torch.device, torch.Tensor]
+"""Whether some of an optimizer's gradients are not finite, by device; no device where it has no gradient."""
+
+
+def on_unscaling(scaler: torch.amp.GradScaler, change: Callable[[Overflows], Overflows]) -> None:
+    """Has what a gradient scaler finds in an optimizer's gradients go through a function."""
+    unscale: Any = scaler._unscale_grads_
+
+    def unscale_and_change(_: torch.amp.GradScaler, *arguments: Any) -> Overflows:
+        return change(unscale(*arguments))
+
+    scaler._unscale_grads_ = MethodType(unscale_and_change, scaler)  # type: ignore[method-assign]
 
 
 _INNERMOST = -1

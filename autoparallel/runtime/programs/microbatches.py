@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from autoparallel import _torch
-from autoparallel.comm.groups import communicator_of
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.cut_stages import StageGraph
@@ -43,7 +42,6 @@ class Gradients:
         sums: for each stage, the summed gradients of parameters that it alone uses.
         totals: the summed gradients of the parameters that several stages use and that lie here.
         divisor: what they are to be divided by.
-        scaled: whether a gradient scaler looks at them: where they are not finite on one rank, they are nowhere.
     """
 
     def __init__(
@@ -54,10 +52,9 @@ class Gradients:
         sums: Mapping[int, dict[str, torch.Tensor]],
         totals: dict[str, torch.Tensor],
         divisor: torch.Tensor | float,
-        scaled: bool,
     ) -> None:
         self._stages, self._store, self._tied = stages, store, tied
-        self._divisor, self._scaled = divisor, scaled
+        self._divisor = divisor
         self._sums: Mapping[int, dict[str, torch.Tensor]] | None = sums
         self._totals = totals
 
@@ -77,8 +74,6 @@ class Gradients:
         self._sums, self._totals = None, {}
         factor = grad.double() / self._divisor
         values = [*(v for grads in sums.values() for v in grads.values()), *totals.values()]
-        if self._scaled and self._store.synchronise:
-            factor = factor.masked_fill(self._overflows(values), torch.nan)
         _scale(values, factor)
         for index, stage in self._stages.items():
             for bucket in stage.program.buckets:
@@ -88,16 +83,6 @@ class Gradients:
                     self._store.receive_sums(added, [sums[index][chain.name] for chain in chains], owned=True)
         for name, total in totals.items():
             self._store.receive_sums([self._tied.chain(name)], [total], owned=True)
-
-    def _overflows(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Whether a gradient is not finite on any rank: one all-reduce, so that all of them skip the step or none."""
-        held = map(_torch.dtensor.local_of, self._store.grads.all().values())
-        flag = torch.zeros(1, device=self._store.mesh.device_type)
-        for value in (*values, *held):
-            flag = torch.maximum(flag, (~value.isfinite()).any().to(flag))
-        assert self._store.everyone is not None
-        communicator, axis = communicator_of(self._store.everyone)
-        return communicator.all_reduce(flag, axis, "max")().reshape(()) > 0
 
 
 def _scale(values: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

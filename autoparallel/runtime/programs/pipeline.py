@@ -435,8 +435,7 @@ class PipelineRunner:
         if run.differentiate:
             assert self.loss is not None
             divisor = self._divisor(run, combined)
-            scaled = self.scaler is not None and self.store.everyone is not None  # else the scaler agrees on it itself
-            call = Gradients(self.stages, self.store, self.tied, sums, totals, divisor, scaled)
+            call = Gradients(self.stages, self.store, self.tied, sums, totals, divisor)
             parameters = {name: self.store.parameters[name] for name in self.used}
             outputs[self.loss] = HandOut.apply(outputs[self.loss], call, parameters, *parameters.values())
         if torch.is_grad_enabled():
