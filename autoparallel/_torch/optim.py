@@ -49,6 +49,7 @@ def on_unscaling(scaler: torch.amp.GradScaler, change: Callable[[Overflows], Ove
     def unscale_and_change(_: torch.amp.GradScaler, *arguments: Any) -> Overflows:
         return change(unscale(*arguments))
 
+    unscale_and_change.__name__ = "_unscale_grads_"  # which a pickled scaler has of its class
     scaler._unscale_grads_ = MethodType(unscale_and_change, scaler)  # type: ignore[method-assign]
 
 

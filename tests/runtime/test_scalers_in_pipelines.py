@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -93,6 +94,7 @@ def _without_gradients() -> str | None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler.scale(model(x, y)).backward()
     optimizer.zero_grad()
+    assert pickle.loads(pickle.dumps(scaler)).state_dict() == scaler.state_dict()
     return raised(lambda: scaler.step(optimizer))
 
 
