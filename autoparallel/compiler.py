@@ -364,6 +364,8 @@ class Compiler:
         self._settle(at_rest)
         runner = attach_stages(built, store, self.model, bind(self.mesh), owners, request.redistributor, make_body)
         runner.scaler = self.settings.scaler
+        if self.first is not None and self.first.staging is not None:
+            runner.usual = self.first.staging.microbatches
         if runner.scaler is not None and store.everyone is not None:
             agree_on_overflows(runner.scaler, store.everyone, runner.device)
         return Kind(runner, plan)

@@ -121,7 +121,7 @@ def test_gradients_that_each_microbatch_scatters_are_predicted() -> None:
         assert measured == pytest.approx(predicted, rel=0.15)
 
 
-def test_microbatches_are_for_training_calls() -> None:
+def test_microbatches_are_for_training_calls(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     plain = Classifier().double()
     model = autoparallel.compile(copy.deepcopy(plain), loss_fn=F.cross_entropy, microbatches=4)
@@ -140,6 +140,11 @@ def test_microbatches_are_for_training_calls() -> None:
         model(x[:rows], y[:rows]).backward(), F.cross_entropy(plain(x[:rows]), y[:rows]).backward()
         assert gradients_off(model, plain) < 1e-12
     assert {kind.plan.microbatches for kind in model._kinds} == {1, 4}, "no batch is planned once more"
+    assert not [text for text in caplog.messages if "microbatches" in text]
+    for _ in range(2):  # the first of them tells
+        model(torch.randn(17, WIDTH, dtype=torch.float64), torch.arange(17) % 8).backward()
+    (text,) = [text for text in caplog.messages if "microbatches" in text]
+    assert "runs in 17 microbatches, because 4 do not divide" in text
 
 
 @pytest.mark.parametrize("rows", [ROWS - 1, 9, 1])

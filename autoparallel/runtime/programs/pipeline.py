@@ -60,6 +60,7 @@ from autoparallel.runtime.programs.outputs import NotKept, refuse_gradient
 from autoparallel.runtime.programs.stages import Stage, StageGradients, form_of
 from autoparallel.runtime.programs.tied import TiedParameters, find_ties
 from autoparallel.runtime.ranks.messages import Form, pack, unpack
+from autoparallel.text import LOGGER
 
 T = TypeVar("T")
 
@@ -77,6 +78,15 @@ _KEPT = (
     "a call that runs in microbatches keeps outputs beside its loss only when the model is compiled with "
     "outputs='gather'"
 )
+
+
+_CUT_INTO_MANY = (
+    "a training call runs in %d microbatches, because %d do not divide its rows, and takes long\n"
+    "What to change: drop_last=True in the data loader, or a batch size with smaller factors."
+)
+
+MANY = 4
+"""How many times as many microbatches as usual are worth a warning."""
 
 
 class PipelineError(RuntimeError):
@@ -124,6 +134,7 @@ class PipelineRunner:
 
     Attributes:
         scaler: what scales the loss, if anything: gradients are computed with its scale, and handed out without it.
+        usual: how many microbatches other calls are cut into.
         why_once: why its loss can be differentiated once only.
     """
 
@@ -154,6 +165,7 @@ class PipelineRunner:
         self._weight = None if self._adds_up else self._loss_weight.output
         self._weights = () if self._adds_up else self._loss_weight.outputs
         self.scaler: torch.amp.GradScaler | None = None
+        self.usual = self.plan.microbatches
         self._what = "a pipeline" if self.plan.axis else "a call that runs in microbatches"
         self._steps: dict[tuple[bool, int], tuple[Action | Transfer, ...]] = {}
         self._forms: dict[Any, dict[int, Form]] = {}
@@ -203,6 +215,8 @@ class PipelineRunner:
             make = actions_of if differentiate else forwards_of
             lists = make(self.plan.schedule, self.plan.ranks, self.plan.count, count)
             played = play(lists, self.plan.rank_of, self.staged.passings(differentiate))
+            if differentiate and count > MANY * self.usual and not self.rank:
+                LOGGER.warning(_CUT_INTO_MANY, count, self.usual)
             self._steps[key] = played.steps[self.rank]
         return self._steps[key]
 
