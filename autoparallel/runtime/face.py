@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.graph.beside import METHOD
 from autoparallel.runtime.parameters.slices import lay_like
-from autoparallel.runtime.programs.outputs import refuse_gradient
+from autoparallel.runtime.programs.outputs import anchor_of, refuse_gradient
 
 _TABLES = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
@@ -132,12 +132,14 @@ class Face(nn.Module):
                 finally:
                     for parameter in lent:
                         parameter.requires_grad_(False)
-            return pytree.tree_map_only(torch.Tensor, refused, results) if lent else results
+            if not lent:
+                return results
+            anchor, reason = anchor_of(self._plain.parameters()), _OF_METHOD.format(name=name)
 
-        def refused(result: torch.Tensor) -> Any:
-            if not result.requires_grad:
-                return result
-            return refuse_gradient(result.detach(), _OF_METHOD.format(name=name), self._plain.parameters())
+            def refused(result: torch.Tensor) -> Any:
+                return refuse_gradient(result.detach(), reason, anchor) if result.requires_grad else result
+
+            return pytree.tree_map_only(torch.Tensor, refused, results)
 
         def method(*args: Any, **kwargs: Any) -> Any:
             results = run(getattr(self._plain, name), *args, **kwargs)

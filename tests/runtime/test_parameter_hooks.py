@@ -120,10 +120,8 @@ def test_one_backward_of_two_calls_is_one_gradient(plan: str) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 def test_under_no_sync_the_last_backward_shows_the_sum(plan: str) -> None:
     model, plain = _alone(plan, _clamp, "after")
-    for numbers in (
-        range(3),
-        range(3, 6),
-    ):  # the second time with gradients that are there, which hooks do not see again
+    # The second time with gradients that are there, which hooks do not see again.
+    for numbers in (range(3), range(3, 6)):
         with model.no_sync():
             for number in numbers[:2]:
                 model(*batch(number)).backward()

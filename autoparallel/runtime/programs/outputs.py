@@ -198,7 +198,7 @@ def refuse_detached(captured: Captured, values: list[Any], parameters: Iterable[
     """Lets the outputs that were detached beside the loss raise when they are differentiated; in place."""
     if not captured.detached:
         return
-    anchor = _anchor(parameters)
+    anchor = anchor_of(parameters)
     first = len(captured.mutated)
     for i in captured.detached:
         if isinstance(values[i], torch.Tensor) and not values[i].requires_grad:
@@ -208,16 +208,16 @@ def refuse_detached(captured: Captured, values: list[Any], parameters: Iterable[
                 'compile() for outputs that are whole and can be differentiated, or outputs="sharded" for such as lie '
                 "over the mesh"
             )
-            values[i] = Refuse.apply(values[i], reason, anchor)
+            values[i] = refuse_gradient(values[i], reason, anchor)
 
 
-def refuse_gradient(value: torch.Tensor, reason: str, parameters: Iterable[torch.Tensor]) -> Any:
-    """A tensor that raises when it is differentiated, with respect to some of a model's parameters or at all."""
-    return Refuse.apply(value, reason, _anchor(parameters))
+def refuse_gradient(value: torch.Tensor, reason: str, anchor: torch.Tensor) -> Any:
+    """A tensor that raises when it is differentiated, with respect to some of what an anchor is made of or at all."""
+    return Refuse.apply(value, reason, anchor)
 
 
-def _anchor(parameters: Iterable[torch.Tensor]) -> Any:
-    """A scalar that is made of parameters, as autograd sees it, and requires a gradient."""
+def anchor_of(parameters: Iterable[torch.Tensor]) -> Any:
+    """A scalar that is made of parameters, as autograd sees it, and requires a gradient; one serves many outputs."""
     return Refuse.apply(torch.zeros(()), "", torch.zeros((), requires_grad=True), *parameters)
 
 

@@ -56,7 +56,7 @@ from autoparallel.program.stages import StagedProgram
 from autoparallel.runtime.gradients.accumulation import expected_count
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.programs.microbatches import Gradients, HandOut, shared_forms
-from autoparallel.runtime.programs.outputs import NotKept, refuse_gradient
+from autoparallel.runtime.programs.outputs import NotKept, anchor_of, refuse_gradient
 from autoparallel.runtime.programs.stages import Stage, StageGradients, form_of
 from autoparallel.runtime.programs.tied import TiedParameters, find_ties
 from autoparallel.runtime.ranks.messages import Form, pack, unpack
@@ -453,10 +453,11 @@ class PipelineRunner:
             parameters = {name: self.store.parameters[name] for name in self.used}
             outputs[self.loss] = HandOut.apply(outputs[self.loss], call, parameters, *parameters.values())
         if torch.is_grad_enabled():
-            for i in (*self.captured.flowing, *self.captured.detached):
-                if isinstance(outputs[i], torch.Tensor) and not (run.differentiate and i == self.loss):
-                    made_of = map(self.store.parameters.__getitem__, self.used)
-                    outputs[i] = refuse_gradient(outputs[i], f"{self._what} {_ONLY_LOSS}", made_of)
+            others = {*self.captured.flowing, *self.captured.detached} - ({self.loss} if run.differentiate else set())
+            if tensors := [i for i in others if isinstance(outputs[i], torch.Tensor)]:
+                anchor = anchor_of(map(self.store.parameters.__getitem__, self.used))
+                for i in tensors:
+                    outputs[i] = refuse_gradient(outputs[i], f"{self._what} {_ONLY_LOSS}", anchor)
         return outputs
 
     def _divisor(self, run: _Run, combined: Mapping[int, torch.Tensor]) -> torch.Tensor | float:
