@@ -24,7 +24,7 @@ from autoparallel.checkpoint import folder as folders
 from autoparallel.checkpoint.folder import MARKER, CheckpointError, complete_folders
 from autoparallel.checkpoint.tree import decode, encode
 from autoparallel.placements.regions import Region
-from tests.runtime.support import mesh_of, run_on_ranks
+from tests.runtime.support import mesh_of, raised, run_on_ranks
 
 
 class Tower(nn.Module):
@@ -115,6 +115,87 @@ def test_on_another_mesh(saved: Any, resumed: Any, tmp_path: Path) -> None:
     others = run_on_ranks(_resume, path, *resumed, False, staged, world_size=torch.Size(resumed[0]).numel())
     for losses in (alone, *others):
         assert max(abs(a - b) for a, b in zip(losses, uninterrupted[0][3:], strict=True)) < 1e-9
+
+
+class Kept(torch.optim.Optimizer):
+    """Keeps what optimizers of others do: norms, states under a name, more in ``state_dict()``, a dtype, nothing."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "dtype": torch.float64})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        self.steps += 1
+        scale = self.state["shared"]
+        scale["sum"] = scale.get("sum", 0.0) + sum(float(p.grad.square().sum()) for p in self.param_groups[0]["params"])
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["norm"] = p.grad.norm() + state.get("norm", 0)
+            state["rows"] = p.grad.sum(0) + state.get("rows", 0)
+            state["none"] = torch.zeros_like(p)[:0]
+            p.sub_(p.grad * self.param_groups[0]["lr"] / (self.steps + scale["sum"] + state["norm"]))
+            p.sub_(state["rows"].to(self.param_groups[0]["dtype"]), alpha=0.01)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.steps = state_dict["steps"]
+
+
+class Wrapping(Kept):
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": super().state_dict()}
+
+
+class Empty(Tower):
+    """A tower with tensors of no elements."""
+
+    def __init__(self) -> None:
+        super().__init__(staged=False)
+        self.more = nn.Parameter(torch.zeros(0, 4))
+        self.register_buffer("seen", torch.zeros(3, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.more.sum()
+
+
+def _keep(directory: str, plan: str, resumed: str) -> list[Any]:
+    """The losses of a run that goes on on another plan after three steps, and of one process's; what is refused."""
+    losses: list[Any] = []
+    for mesh in (mesh_of(2), None):
+        torch.manual_seed(3)
+        plain = Empty().double().eval()
+        model: Any = plain
+        if mesh is not None:
+            model = autoparallel.compile(plain, mesh, plan=plan, example_inputs=batch(0)[:1])
+        optimizer = Kept(model.parameters())
+        for step in range(6):
+            if step == 3 and mesh is not None:
+                model.save(directory, optimizer=optimizer)
+                torch.manual_seed(4)
+                model = autoparallel.compile(Empty().double().eval(), mesh, plan=resumed, example_inputs=batch(0)[:1])
+                optimizer = Kept(model.parameters())
+                model.load(directory, optimizer=optimizer)
+            x, y = batch(step)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step(), optimizer.zero_grad()
+            losses.append(F.cross_entropy(model(x), y).item())
+    wrapping = autoparallel.compile(Empty().double(), mesh_of(2), plan=plan)
+    return [*losses, raised(lambda: wrapping.save(directory, optimizer=Wrapping(wrapping.parameters())))]
+
+
+@pytest.mark.parametrize(
+    ("plan", "resumed"),
+    [("fsdp", "tensor_parallel"), pytest.param("tensor_parallel", "fsdp", marks=pytest.mark.wide)],
+)
+def test_what_optimizers_of_others_keep(plan: str, resumed: str, tmp_path: Path) -> None:
+    for *losses, refused in run_on_ranks(_keep, str(tmp_path), plan, resumed, world_size=2):
+        assert losses[:6] == pytest.approx(losses[6:], rel=1e-9) and len({*losses[:6]}) == 6
+        assert "save the optimizer that it holds" in refused
 
 
 # ------------------------------------------------------------------------------------------------------------- faults
@@ -312,13 +393,14 @@ def test_a_save_that_is_killed_leaves_the_ones_before(two: Any, tmp_path: Path) 
 def test_values_survive() -> None:
     value = {
         "a": [1, 2.5, None, True, "x", float("-inf")], 3: (b"\x00", {"__b": torch.arange(3)}), (1, 2): {},
-        "scalar": torch.tensor(2.0),
+        "scalar": torch.tensor(2.0), "dtype": torch.bfloat16,
     }  # fmt: skip
     tensors: dict[str, Tensor] = {}
     text = json.dumps(encode(value, "v", tensors), allow_nan=False)
     again = decode(json.loads(text), lambda name, sharded: tensors[name])
     assert again.keys() == value.keys() and again["a"] == value["a"] and again[(1, 2)] == {}
     assert again[3][0] == b"\x00" and torch.equal(again[3][1]["__b"], torch.arange(3)) and again["scalar"] == 2.0
+    assert again["dtype"] is torch.bfloat16
 
 
 def test_regions() -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
-from torch.distributed.tensor.placement_types import Replicate
+from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.utils import _pytree as pytree
 
 
@@ -74,6 +74,12 @@ def replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return from_part(value.contiguous(), mesh, (Replicate(),) * mesh.ndim, value.shape)
 
 
+def lies_in_parts(tensor: DTensor) -> bool:
+    """Whether every rank has a part of a tensor as it stands there, or all of it: one range of rows, columns and so
+    on, not a summand, a norm or a maximum of its own, nor pieces from here and there (of a flattened tensor)."""
+    return all(type(p) in (Shard, Replicate) for p in tensor.placements)
+
+
 @cache
 def check_full_tensor(check: Callable[[DTensor], None]) -> None:
     """Has ``check`` see every ``DTensor`` whose ``full_tensor()`` is called, before anything is gathered."""
@@ -104,6 +110,13 @@ def set_methods(**methods: Callable[..., Any]) -> None:
 def become(tensor: DTensor, other: DTensor) -> None:
     """Has a ``DTensor`` lie as another of its shape does, and share its memory."""
     tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
+
+
+def change_form(operator: Any, tensor: DTensor, rest: Sequence[Any], view: DTensor) -> None:
+    """Has a ``DTensor`` be as a view of it, by the operator which gives a plain tensor that shape in place."""
+    with torch._C._DisableTorchDispatch():
+        operator(tensor, *rest)
+    become(tensor, view)
 
 
 class _Unreadable(torch.Tensor):
@@ -211,7 +224,38 @@ _OF_FORM = (
 def operators_of(names: Iterable[str]) -> list[Any]:
     """The operators of some names, but for those that are given where to write."""
     packets = [getattr(torch.ops.aten, name) for name in names]
-    return [getattr(packet, name) for packet in packets for name in packet.overloads() if not name.endswith("out")]
+    return [getattr(packet, kind) for packet in packets for kind in packet.overloads() if not kind.endswith("out")]
+
+
+@cache
+def writing_operators() -> dict[Any, Any]:
+    """The operators that are given where to write, each with the one that gives the same results as new tensors."""
+    writing: dict[Any, Any] = {}
+    for name in _names():
+        if not (name.endswith("_") or name.startswith("_foreach_")):
+            functional = {_operands(operator): operator for operator in operators_of([name])}
+            outs = {operator: functional.get(_operands(operator)) for operator in _outs_of(name)}
+            writing |= {operator: form for operator, form in outs.items() if form is not None}
+    return writing
+
+
+def _outs_of(name: str) -> list[Any]:
+    """The operators of a name that are given where to write."""
+    packet = getattr(torch.ops.aten, name)
+    return [getattr(packet, kind) for kind in packet.overloads() if kind.endswith("out")]
+
+
+def _operands(operator: Any) -> tuple[tuple[str, str], ...]:
+    """The names and types of what an operator reads."""
+    return tuple((argument.name, str(argument.type)) for argument in operator._schema.arguments if not argument.is_out)
+
+
+def filling_operators() -> list[Any]:
+    """The operators that fill a tensor which they are given, of numbers alone."""
+    operators = [
+        x for name in ("arange", "eye", "full", "linspace", "logspace", "ones", "zeros") for x in _outs_of(name)
+    ]
+    return [operator for operator in operators if not any("Tensor" in kind for _, kind in _operands(operator))]
 
 
 def handle_operators(operators: Iterable[Any], handler: Callable[..., Any]) -> None:

@@ -114,7 +114,8 @@ def _for_optimizer(
     world: World, entries: Mapping[str, Entry], saved: Any, optimizer: torch.optim.Optimizer, name: str
 ) -> Callable[[], object]:
     parameters, whole = dict(world.model.named_parameters()), _whole(entries)
-    content: dict[str, Any] = {"groups": decode(saved["groups"], whole), "state": {}}
+    rest = {part: decode(saved.get(part, {}), whole) for part in ("groups", "free", "more")}
+    content: dict[str, Any] = {"state": {}, **rest}
     require_same_groups(optimizer, content, world.names, name)
     for path, values in saved["state"].items():
         parameter = parameters[path]

@@ -30,7 +30,7 @@ from autoparallel.checkpoint.folder import (
     write_rank,
 )
 from autoparallel.checkpoint.tree import encode, optimizer_state
-from autoparallel.checkpoint.writers import is_writer, layout_of
+from autoparallel.checkpoint.writers import as_saved, is_writer, layout_of
 from autoparallel.placements.regions import own_region
 
 PATIENCE = 600.0
@@ -197,6 +197,7 @@ def _collect(world: World, states: Mapping[str, Any], copied: bool) -> tuple[dic
             tree["states"][name] = encode(state.state_dict(), name, tensors)
         else:
             tree["values"][name] = encode(state, name, tensors)
+    tensors = {name: as_saved(tensor) for name, tensor in tensors.items()}
     parts = {name: p for name, t in tensors.items() if (p := _part(name, t, homes.get(name, world.mesh), copied))}
     return parts, tree
 
@@ -227,14 +228,16 @@ def _encode_optimizer(
         homes.update(dict.fromkeys(state_tensors, mesh))
         if mesh.get_coordinate() is not None and not any(mesh.get_coordinate() or ()):
             told[parameter] = data
-    return {"groups": encode(content["groups"], f"{name}/groups", tensors), "state": told}
+    rest = {part: encode(content[part], f"{name}/{part}", tensors) for part in ("groups", "free", "more")}
+    return {"state": told, **rest}
 
 
 def _part(name: str, tensor: Tensor, mesh: DeviceMesh, copied: bool) -> Part | None:
     """What this rank writes of a tensor, if anything."""
     layout, mesh = layout_of(tensor, mesh)
     region = own_region(tensor.shape, layout, mesh)
-    if region is None or not region.numel or not is_writer(name, layout, mesh):
+    is_empty = 0 in tensor.shape  # all of it: then it is written, too
+    if region is None or not (region.numel or is_empty) or not is_writer(name, layout, mesh):
         return None
     local = _torch.dtensor.local_of(tensor).detach()
     return Part(tensor.dtype, tuple(tensor.shape), region, local.to("cpu", copy=copied).contiguous())

@@ -37,6 +37,8 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"__float__": repr(value)}
+    if isinstance(value, torch.dtype):
+        return {"__dtype__": str(value).removeprefix("torch.")}
     if isinstance(value, bytes):
         return {"__bytes__": base64.b64encode(value).decode()}
     if isinstance(value, Mapping):
@@ -50,8 +52,8 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if hasattr(value, "dtype") and hasattr(value, "item") and getattr(value, "shape", None) == ():  # a number of numpy
         return encode(value.item(), path, tensors)
     raise TypeError(
-        f"{path} is a {type(value).__name__}, which a checkpoint does not keep: only numbers, texts, bytes, tensors, "
-        "lists, tuples and dicts of them"
+        f"{path} is a {type(value).__name__}, which a checkpoint does not keep: only numbers, texts, bytes, dtypes, "
+        "tensors, lists, tuples and dicts of them"
     )
 
 
@@ -77,6 +79,8 @@ def decode(data: Any, lookup: Lookup) -> Any:
         return {decode(key, lookup): decode(item, lookup) for key, item in content}
     if mark == "__float__":
         return float(content)
+    if mark == "__dtype__":
+        return getattr(torch, content)
     if mark == "__bytes__":
         return base64.b64decode(content)
     raise ValueError(f"{mark!r} is not known")
@@ -95,22 +99,32 @@ def merged(parts: list[Any]) -> Any:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """An optimizer's state by the names of parameters, which stay when it is made anew or on another mesh.
+    """An optimizer's state by the names of parameters, which stay when it is made anew or on another mesh; with what it
+    has for no parameter, and what its class adds to its ``state_dict()``.
 
     Args:
         names: of the model's parameters, by their ids.
 
     Raises:
-        ValueError: for a parameter of another model.
+        ValueError: for a parameter of another model, and for an optimizer that keeps its state in another.
     """
     listed = _names_of(optimizer, names)
     order = [name for group in listed for name in group]
     state = optimizer.state_dict()
+    if not {"state", "param_groups"} <= state.keys():
+        raise ValueError(
+            f"{type(optimizer).__name__}.state_dict() is not that of a torch.optim.Optimizer: it has "
+            f"{', '.join(map(repr, state))}, no 'state' and 'param_groups'\nWhat to change: save the optimizer that it "
+            "holds, under a name of its own, and what it adds as plain values."
+        )
     groups = [
         {**{k: v for k, v in group.items() if k != "params"}, "names": listed_names}
         for group, listed_names in zip(state["param_groups"], listed, strict=True)
     ]
-    return {"groups": groups, "state": {order[i]: values for i, values in state["state"].items()}}
+    by_name = {order[i]: values for i, values in state["state"].items() if isinstance(i, int)}
+    free = {key: values for key, values in state["state"].items() if not isinstance(key, int)}
+    more = {key: values for key, values in state.items() if key not in ("state", "param_groups")}
+    return {"groups": groups, "state": by_name, "free": free, "more": more}
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Any, names: Mapping[int, str]) -> None:
@@ -121,7 +135,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Any, names: Mappi
         for group in saved["groups"]
     ]
     state = {numbers[name]: values for name, values in saved["state"].items()}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.load_state_dict({**saved["more"], "state": {**state, **saved["free"]}, "param_groups": groups})
 
 
 def require_same_groups(optimizer: torch.optim.Optimizer, saved: Any, names: Mapping[int, str], what: str) -> None:

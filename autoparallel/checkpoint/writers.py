@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import zlib
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autoparallel import _torch
 from autoparallel.placements import Invariant, Layout, from_dtensor_placements
 
 
@@ -16,6 +18,15 @@ def layout_of(tensor: Tensor, mesh: DeviceMesh) -> tuple[Layout, DeviceMesh]:
     if isinstance(tensor, DTensor):
         return from_dtensor_placements(tensor.placements), tensor.device_mesh
     return (Invariant,) * mesh.ndim, mesh
+
+
+def as_saved(tensor: Tensor) -> Tensor:
+    """A tensor that is cut, or lies whole: sums, norms and maxima over ranks, as optimizers keep them, are combined."""
+    if not isinstance(tensor, DTensor) or _torch.dtensor.lies_in_parts(tensor):
+        return tensor
+    if tensor.device_mesh.get_coordinate() is None:
+        return torch.empty(0, dtype=tensor.dtype)
+    return _torch.dtensor.replicated(_torch.dtensor.gather(tensor), tensor.device_mesh)
 
 
 def is_writer(name: str, layout: Layout, mesh: DeviceMesh) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.init import orthogonal_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autoparallel
@@ -116,6 +117,8 @@ DRAWS: dict[str, Any] = {
     "multinomial": lambda p: p.copy_(torch.multinomial(p.abs(), 8).double()),
     "eye_": nn.init.eye_,
     "orthogonal_": nn.init.orthogonal_,
+    "orthogonal_ from before": orthogonal_,
+    "a wide orthogonal_ from before": lambda p: p[:4].copy_(orthogonal_(p[:4].clone())),
 }
 """What is drawn, or made, of a weight, of which torch's ``DTensor`` does not know that it is of the whole."""
 
@@ -134,8 +137,9 @@ def _other_draws(plan: str) -> dict[str, float]:
                 draw(m.weight)
         found[name] = float((model.weight.full_tensor() - plain.weight).detach().abs().max())
         found[f"the number after {name}"] = float(torch.rand(1) - torch.rand(1, generator=_after(draw)))
-    turned = raised(lambda: torch.empty_like(model.weight.detach()).t_())
-    found["turned"] = float("model.whole()" not in (turned or ""))
+    with torch.no_grad():
+        turned = raised(lambda: model.weight.t_())
+    found["turned"] = float("change it in the plain model" not in (turned or ""))
     wide = torch.empty(4, 8, dtype=torch.float64)
     cut = distribute_tensor(wide.clone(), mesh, [Shard(1)])
     for tensor in (wide, cut):

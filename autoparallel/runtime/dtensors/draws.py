@@ -92,7 +92,7 @@ def drawn_whole(function: Any) -> Any:
     """A function of ``nn.init`` that fills a ``DTensor`` as one process does.
 
     ``trunc_normal_`` draws until all values are within bounds: on the ranks of another stage nothing tells it so, and
-    it must draw there as often. ``orthogonal_`` exchanges dims in place where a weight is wide, as no ``DTensor`` can.
+    it must draw there as often, as must ``orthogonal_``, which factors what it has drawn.
     """
 
     @wraps(function)

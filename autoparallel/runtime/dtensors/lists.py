@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.runtime.dtensors.mixed import lay_operands
 from autoparallel.runtime.dtensors.stages import is_any_stage
 from autoparallel.runtime.dtensors.writes import keep, keep_kinds
 from autoparallel.runtime.parameters.parts import note_changes, origin_of
@@ -69,6 +70,7 @@ _LINEAR = frozenset({
 def _on_list(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an operator makes of lists of one mesh; of the whole tensors, where torch cannot of parts or of summands, as
     gradients are under ``no_sync()``."""
+    args, kwargs = lay_operands(operator, args, kwargs)
     tensors = [x for x in args[0] if isinstance(x, DTensor)]
     is_write = operator.overloadpacket.__name__.endswith("_")
     summed = any(map(is_summed, tensors))

@@ -65,6 +65,16 @@ def mix(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     Raises:
         RankMismatchError: on every rank, where plain tensors are not the same on all of them.
     """
+    args, kwargs = lay_operands(operator, args, kwargs)
+    return _torch.dtensor.carry_out(None, operator, args, kwargs)
+
+
+def lay_operands(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The operands of an operator on one mesh, plain tensors among them as ``DTensor``s that lie whole.
+
+    Raises:
+        RankMismatchError: on every rank, where plain tensors are not the same on all of them.
+    """
     tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
     plain = [x for x in tensors if not isinstance(x, DTensor) and x.ndim]
     if plain and (sharded := [x for x in tensors if isinstance(x, DTensor)]):
@@ -79,4 +89,4 @@ def mix(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
                 lambda x: x if isinstance(x, DTensor) or not x.ndim else _torch.dtensor.replicated(x.detach(), mesh),
                 (tuple(args), dict(kwargs)),
             )
-    return _torch.dtensor.carry_out(None, operator, args, kwargs)
+    return args, kwargs

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
 from autoparallel.runtime.dtensors.draws import watch_draws
+from autoparallel.runtime.dtensors.forms import watch_forms
 from autoparallel.runtime.dtensors.lists import watch_lists
 from autoparallel.runtime.dtensors.losses import watch_losses
 from autoparallel.runtime.dtensors.mixed import watch_operands
+from autoparallel.runtime.dtensors.outs import watch_outs
 from autoparallel.runtime.dtensors.stages import require_here
 from autoparallel.runtime.dtensors.values import watch_values
 from autoparallel.runtime.dtensors.writes import watch_writes
 from autoparallel.runtime.parameters.hooks import is_compiled
-from autoparallel.runtime.parameters.slices import part_like
 from autoparallel.runtime.parameters.state import copy_parameter
 from autoparallel.runtime.ranks.files import watch_files
 
 _ATEN = torch.ops.aten
-_TURNED = ("t_", "transpose_", "swapaxes_", "swapdims_")
 
 
 @cache  # once, for it wraps the functions of nn.init that there are
@@ -35,8 +35,8 @@ def handle_operators() -> None:
     watch_writes()
     watch_files()
     _torch.dtensor.set_methods(__deepcopy__=copy_deeply)
-    _torch.dtensor.handle_operators((_ATEN.eye.out, _ATEN.eye.m_out), fill_whole)
-    _torch.dtensor.handle_operators(_torch.dtensor.operators_of(_TURNED), refuse_turning)
+    watch_outs()
+    watch_forms()
     _torch.dtensor.handle_first([_ATEN.as_strided.default], take_strides)
     _torch.dtensor.check_full_tensor(require_here)
     watch_lists()
@@ -48,10 +48,14 @@ def handle_operators() -> None:
 
 
 def copy_deeply(tensor: Tensor, memo: dict[int, Any]) -> Any:
-    """What ``copy.deepcopy`` makes of a ``DTensor``: of a parameter, a copy without its gradient, as of a plain one."""
-    if id(tensor) in memo or not is_compiled(tensor):
+    """What ``copy.deepcopy`` makes of a ``DTensor``: of a parameter, a copy without its gradient, as of a plain one.
+    Torch would copy memory that others share, as gradients do which are reduced together."""
+    if id(tensor) in memo or not tensor.is_leaf or isinstance(tensor, nn.Parameter) and not is_compiled(tensor):
         return Tensor.__deepcopy__(tensor, memo)
-    memo[id(tensor)] = copied = copy_parameter(tensor)
+    copied = copy_parameter(tensor) if is_compiled(tensor) else tensor.detach().clone()
+    memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
+    if tensor.grad is not None and not is_compiled(tensor):
+        copied.grad = copy_deeply(tensor.grad, memo)
     return copied
 
 
@@ -82,15 +86,6 @@ def pick_wholly(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mappin
     return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
 
 
-def fill_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator writes into ``out``: this rank's part of it."""
-    out = kwargs["out"]
-    local = _torch.dtensor.local_of(out)
-    whole = operator(*args, **{**kwargs, "out": local.new_empty(out.shape)})
-    local.copy_(part_like(whole, out))
-    return out
-
-
 def take_strides(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What torch makes of strides that are the tensor's own.
 
@@ -105,12 +100,3 @@ def take_strides(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mappi
             "What to change: p.diagonal().fill_(0) for a diagonal, slices and views for other strides, or do it whole "
             "(with model.whole() as plain: plain.layer.weight.fill_diagonal_(0))."
         ) from error
-
-
-def refuse_turning(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
-    """Raises RuntimeError: the shape of a ``DTensor`` is that which it was made with."""
-    raise RuntimeError(
-        f"{operator} exchanges dims in place, as orthogonal_ imported from nn.init does of a wide weight, which a "
-        "DTensor cannot\nWhat to change: use x.transpose(...); write nn.init.orthogonal_(weight), or initialise such a "
-        "weight whole (with model.whole() as plain: orthogonal_(plain.layer.weight))."
-    )

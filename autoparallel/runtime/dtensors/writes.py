@@ -210,8 +210,9 @@ def _is_lost(name: str, target: Tensor) -> bool:
 
 
 def keep(whole: Tensor, target: DTensor) -> None:
-    """Gives a ``DTensor`` the values of a whole tensor; what ranks have norms or maxima of lies whole from now on."""
-    if any(p.is_partial() and not p.is_partial("sum") for p in target.placements):
+    """Gives a ``DTensor`` the values of a whole tensor; what ranks have norms or maxima of, or pieces from here and
+    there (of a flattened tensor), lies whole from now on."""
+    if not all(type(p) in (Shard, Replicate) or p.is_partial("sum") for p in target.placements):
         _torch.dtensor.become(target, _torch.dtensor.replicated(whole, target.device_mesh))
     else:
         _torch.dtensor.local_of(target).copy_(share_of(whole, target.device_mesh, target.placements))
@@ -293,7 +294,7 @@ def _require_same(target: DTensor, what: str, operands: Any) -> None:
 def _is_cut_alike(part: DTensor, source: DTensor) -> bool:
     """Whether what is written to a view of a rank's part is written to that of the view."""
     a, b = (_torch.tensors.storage_mark(_torch.dtensor.local_of(x)) for x in (part, source))
-    return a == b and all(type(p) in (Shard, Replicate) for p in part.placements)
+    return a == b and _torch.dtensor.lies_in_parts(part)
 
 
 def watch_writes() -> None:

@@ -8,6 +8,7 @@ sent what it does not update.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -28,9 +29,9 @@ from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.parameters.slices import as_parameter, lay_like
 from autoparallel.runtime.parameters.state import in_batches
 from autoparallel.runtime.ranks.messages import Form, pack, unpack
-from autoparallel.runtime.steps.cuts import lies_as
+from autoparallel.runtime.steps.cuts import are_same, is_torchs, lies_as, numbers_in
 from autoparallel.runtime.steps.host_steps import keep_in_host, lay_in_host, wait_for_host
-from autoparallel.runtime.steps.twins import BATCH_BYTES, fill, gradient_of, step_on
+from autoparallel.runtime.steps.twins import BATCH_BYTES, attributes_of, fill, gradient_of, step_of, step_on
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class _Entry:
 
     Attributes:
         name: of the state.
-        kind: ``"lies"`` where it lies as the parameter does, ``"tensor"``, or ``"number"``.
+        kind: ``"lies"`` where it lies as the parameter does, ``"tensor"``, ``"number"``, or ``"none"``.
         form: of the whole of it, as it is sent.
         of: its kind of device, where it does not lie as the parameter, or its Python type.
     """
@@ -58,16 +59,22 @@ class _Entry:
             return _Entry(name, kind, Form(tuple(value.shape), value.dtype), of)
         if isinstance(value, bool | int | float):
             return _Entry(name, "number", Form((), torch.float64), type(value))
+        if value is None:
+            return _Entry(name, "none", Form((0,), torch.float64), None)
         raise TypeError(
             f"the state {name!r} of a parameter is {type(value).__name__}; an optimizer that is registered "
-            "per='parameter' keeps tensors and numbers"
+            "per='parameter' keeps tensors and numbers\nWhat to change: leave it unregistered."
         )
+
+    def as_sent(self, value: Any, device: torch.device) -> torch.Tensor:
+        """The state as a tensor of its form."""
+        return torch.as_tensor([] if value is None else value, dtype=self.form.dtype, device=device)
 
     def put(self, item: _Item, value: torch.Tensor) -> None:
         """Gives the state its new value, in its memory where it has some."""
         before = item.state.get(self.name)
-        if self.kind == "number":
-            item.state[self.name] = self.of(value.item())
+        if self.kind in ("number", "none"):
+            item.state[self.name] = self.of and self.of(value.item())
         elif self.kind == "lies" and item.offloaded:
             item.state[self.name] = keep_in_host(value, before, item.parameter)
         elif isinstance(before, torch.Tensor):
@@ -134,8 +141,12 @@ def step_by_owners(optimizer: Optimizer, twin: Optimizer, stores: Iterable[Gradi
 
     Args:
         stores: those that may have some of the optimizer's parameters.
+
+    Raises:
+        RuntimeError: on every rank, where a step fails, or does more than update each parameter by itself.
     """
     lists: list[list[Any]] = [group["params"] for group in optimizer.param_groups]
+    alone = _step_alone(optimizer)
     for store in stores:
         ids = set(map(id, store.parameters.values()))
         parameters = [(i, p) for i, some in enumerate(lists) for p in some if id(p) in ids]
@@ -148,7 +159,7 @@ def step_by_owners(optimizer: Optimizer, twin: Optimizer, stores: Iterable[Gradi
         items = [mesh.item(optimizer, i, p) for i, p in parameters if p.grad is not None]
         torch.autograd.graph.increment_version([item.parameter for item in items])
         for batch in in_batches(items, lambda item: item.parameter.nbytes, BATCH_BYTES * mesh.size):
-            mesh.step(optimizer, batch)
+            mesh.step(optimizer, batch, alone)
         if store.offloads_states:
             wait_for_host(optimizer)
     fill(twin, optimizer, optimizer.state, lists)
@@ -181,8 +192,8 @@ class _Mesh:
         offloaded = self.store.offloads_states
         return _Item(parameter, group, grad, state, offloaded, regions, sources, entries=_entries(state, shape))
 
-    def step(self, optimizer: Optimizer, items: Sequence[_Item]) -> None:
-        """Updates some parameters."""
+    def step(self, optimizer: Optimizer, items: Sequence[_Item], alone: Optimizer | None) -> None:
+        """Updates some parameters; ``alone`` is what a step on none has made of the optimizer."""
         load = [0] * self.size
         for item in sorted(items, key=lambda item: -item.work):
             item.owner = load.index(min(load))
@@ -193,7 +204,7 @@ class _Mesh:
         states: list[dict[Any, Any]] = []
         entries: list[tuple[_Entry, ...]] = []
         try:
-            states = _update(optimizer, owned, wholes)
+            states = _update(optimizer, owned, wholes, alone)
             entries = [_entries(state, item.parameter.shape) for state, item in zip(states, owned, strict=True)]
             for item, changed in zip(owned, entries, strict=True):
                 _require_same(optimizer, item, changed)
@@ -261,11 +272,10 @@ class _Mesh:
                     some.append(torch.zeros(size, dtype=torch.uint8, device=device))
                 continue
             (whole, *_), state = next(results)
-            values = [(entry, torch.as_tensor(state[entry.name])) for entry in item.entries]
-            numbers = [(entry.kind, value.to(whole.device, entry.form.dtype)) for entry, value in values]
+            values = [(entry.kind, entry.as_sent(state[entry.name], whole.device)) for entry in item.entries]
             for i, some in enumerate(outgoing):
                 cut = item.slices(i)
-                some += [value[cut] if kind == "lies" else value for kind, value in [("lies", whole), *numbers]]
+                some += [value[cut] if kind == "lies" else value for kind, value in [("lies", whole), *values]]
         came = self._exchange(outgoing, forms)
         if torch.cat([flag for flag, *_ in came]).any():
             return None
@@ -284,9 +294,71 @@ class _Mesh:
         return [unpack(part, some) for part, some in zip(came, forms, strict=True)]
 
 
-def _update(optimizer: Optimizer, items: Sequence[_Item], wholes: list[list[torch.Tensor]]) -> list[dict[Any, Any]]:
+def _step_alone(optimizer: Optimizer) -> Optimizer | None:
+    """What a step makes of an optimizer that has no parameters; None for torch's, which do nothing then.
+
+    Such a step is what a rank runs that updates no parameter, and what counts the steps in a group's options, or in
+    states that belong to no parameter.
+    """
+    if is_torchs(step_of(type(optimizer))):
+        return None
+    try:
+        return step_on(optimizer, _free_states(optimizer), [[] for _ in optimizer.param_groups])
+    except Exception as error:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} is registered per='parameter', but its step fails where there is none to "
+            f"update ({type(error).__name__}: {error})\nWhat to change: leave it unregistered."
+        ) from error
+
+
+def _free_states(optimizer: Optimizer) -> defaultdict[Any, Any]:
+    """A copy of the states that belong to no parameter, as a step's number under a name may."""
+    _, free, *_ = _values_of_all(optimizer)
+    return defaultdict(dict, copy.deepcopy(free))
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that a step on a device may draw from."""
+    states = [torch.get_rng_state()]
+    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
+
+
+def _require_undrawn(optimizer: Optimizer, before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
+    """Raises RuntimeError where a step has drawn random numbers: in one process, parameter after parameter does."""
+    if not all(map(torch.equal, before, after)):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} is registered per='parameter', but draws random numbers, which then depend on "
+            "the rank that updates a parameter\nWhat to change: leave it unregistered."
+        )
+
+
+def _require_alone(optimizer: Optimizer, alone: Optimizer) -> None:
+    """Raises RuntimeError where a step on some parameters has set something else than one on none."""
+    for some, others in zip(_values_of_all(optimizer), _values_of_all(alone), strict=True):
+        for name, value in some.items():
+            if name not in others or not are_same(value, others[name], _is_equal):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} is registered per='parameter', but has set {name!r}, which it has for "
+                    "several parameters, by those that it updated\nWhat to change: leave it unregistered."
+                )
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    return a is b or bool(torch.equal(a, b) if both else a == b)
+
+
+def _values_of_all(optimizer: Optimizer) -> list[dict[Any, Any]]:
+    """What an optimizer has for several parameters: attributes, states that belong to none, options of groups."""
+    free = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    return [attributes_of(optimizer), free, *map(numbers_in, optimizer.param_groups)]
+
+
+def _update(
+    optimizer: Optimizer, items: Sequence[_Item], wholes: list[list[torch.Tensor]], alone: Optimizer | None
+) -> list[dict[Any, Any]]:
     """Runs the optimizer's step on whole parameters; returns their states."""
-    state: defaultdict[Any, Any] = defaultdict(dict)
+    state = _free_states(optimizer)
     lists: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
     for item, (whole, grad, *lying) in zip(items, wholes, strict=True):
         whole.grad_dtype = item.parameter.grad_dtype
@@ -298,7 +370,11 @@ def _update(optimizer: Optimizer, items: Sequence[_Item], wholes: list[list[torc
             for k, v in item.state.items()
         }
     if items:
-        step_on(optimizer, state, lists)
+        drawn = _random_states(wholes[0][0].device)
+        stepped = step_on(optimizer, state, lists)
+        if alone is not None:
+            _require_alone(stepped, alone)
+            _require_undrawn(optimizer, drawn, _random_states(wholes[0][0].device))
     return [state[whole] for whole, *_ in wholes]
 
 
@@ -317,4 +393,5 @@ def _require_same(optimizer: Optimizer, item: _Item, entries: tuple[_Entry, ...]
 
 
 def _names(entries: Iterable[_Entry]) -> str:
-    return ", ".join(f"{entry.name} {list(entry.form.shape)}" for entry in entries) or "none"
+    kinds = {"number": " number", "none": " None"}
+    return ", ".join(f"{e.name}{kinds.get(e.kind, '')} {list(e.form.shape)}" for e in entries) or "none"

@@ -58,21 +58,27 @@ def fill(twin: Optimizer, optimizer: Optimizer, state: Any, lists: Iterable[list
         group.update(options, params=parameters)
 
 
-def step_on(optimizer: Optimizer, state: Any, lists: Iterable[list[torch.Tensor]]) -> None:
-    """Steps on other tensors than the optimizer's own; the arguments are those of :func:`fill`."""
+def step_on(optimizer: Optimizer, state: Any, lists: Iterable[list[torch.Tensor]]) -> Optimizer:
+    """Steps on other tensors than the optimizer's own; the arguments are those of :func:`fill`. Returns the twin."""
     twin = twin_of(optimizer)
     fill(twin, optimizer, state, lists)
     step_of(type(optimizer))(twin)
+    return twin
 
 
 def take_back(optimizer: Optimizer, twin: Optimizer) -> None:
     """Gives the optimizer what a step has set on its twin, beside states and parameters."""
     attributes = optimizer.__dict__
-    for name, value in twin.__dict__.items():
-        if name not in _OF_TWINS and attributes.get(name, _OF_TWINS) is not value:
+    for name, value in attributes_of(twin).items():
+        if attributes.get(name, _OF_TWINS) is not value:
             attributes[name] = value
     for group, stepped in zip(optimizer.param_groups, twin.param_groups, strict=True):
         group.update((key, value) for key, value in stepped.items() if key != "params")
+
+
+def attributes_of(twin: Optimizer) -> dict[str, Any]:
+    """What a step may have set on a twin, beside states and groups."""
+    return {name: value for name, value in twin.__dict__.items() if name not in _OF_TWINS}
 
 
 _OF_TWINS = frozenset({"state", "param_groups", "grad_scale", "found_inf", FILLER, *STEP_HOOKS})
