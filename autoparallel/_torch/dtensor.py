@@ -180,6 +180,13 @@ def random_operators() -> list[Any]:
     return list(DTensor._op_dispatcher._random_ops)
 
 
+def collective_operators() -> list[Any]:
+    """The operators by which ``torch.distributed`` sends tensors."""
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::"))
+    operators = [getattr(torch.ops.c10d, name.removeprefix("c10d::").partition(".")[0]).default for name in names]
+    return [operator for operator in operators if any("Tensor" in str(x.type) for x in operator._schema.arguments)]
+
+
 def list_operators() -> list[Any]:
     """The operators on lists of tensors."""
     return operators_of(name for name in _names() if name.startswith("_foreach_"))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.runtime.support import Net, batch, compiled_pair, off, raised, run_on_ranks
@@ -91,6 +92,7 @@ def _make(plan: str) -> dict[str, Any]:
             m.norm.weight.data.copy_(torch.arange(16).double() @ first[:, :1] * m.norm.bias.exp())
         seen["of another shape"] = raised(lambda: torch.sum(mine[0], 0, out=torch.zeros_like(mine[0])))
         seen["a parameter"] = raised(mine[0].t_)
+        seen["sent"] = raised(lambda: dist.all_reduce(mine[0].grad)) + raised(lambda: dist.broadcast(mine[0].data, 0))
     for m in (model, plain):
         m.zero_grad()
         m(batch(1)[0]).square().sum().backward()
@@ -104,5 +106,6 @@ def test_results_are_written_where_they_are_wanted(plan: str) -> None:
     for seen in run_on_ranks(_make, plan, world_size=2):
         assert seen.pop("cut")
         assert "give one of the result's shape" in seen.pop("of another shape")
+        assert seen.pop("sent").count("leave it out: gradients are those of the whole batch") == 2
         assert "changes the shape of a parameter" in seen.pop("a parameter")
         assert all(far < 1e-12 for far in seen.values()), seen

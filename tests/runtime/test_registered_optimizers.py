@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import autoparallel
-from tests.runtime.support import Net, compiled_pair, parameters_off, raised, run_on_ranks
+from tests.runtime.support import Net, batch, compiled_pair, parameters_off, raised, run_on_ranks
 from tests.runtime.test_clipping import backward
 
 
@@ -104,6 +105,41 @@ class Counting(Momentum):
         state["norm"], state["nothing"] = p.grad.norm(), None  # type: ignore[union-attr]
         average = super().update(group, p, state) / (1 - state["product"] + state["norm"])
         return average / (self.steps + group["steps"] + self.state["steps"])
+
+
+class Curved(torch.optim.Optimizer):
+    """Moves by gradients over curvatures along signs, which its step differentiates for, as AdaHessian's does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        params = self.param_groups[0]["params"]
+        grads = [p.grad for p in params]
+        signs = [g.detach().sign() for g in grads]
+        curvatures = torch.autograd.grad(grads, params, grad_outputs=signs)
+        with torch.no_grad():
+            torch._foreach_addcdiv_(params, grads, [1 + c.abs() for c in curvatures], -0.05)
+
+
+def _curve() -> list[float]:
+    model, plain = compiled_pair(Net, 2, plan="fsdp", loss_fn=None)
+    optimizers, losses = [Curved(m.parameters()) for m in (model, plain)], []
+    x, y = batch(0)
+    for _ in range(3):
+        for m, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = F.mse_loss(m(x), y)
+            loss.backward(create_graph=True)
+            optimizer.step()
+            losses.append(loss.item())
+    return [parameters_off(model, plain), *losses]
+
+
+def test_a_step_may_differentiate_before_it_updates() -> None:
+    for far, *losses in run_on_ranks(_curve, world_size=2):
+        assert far < 1e-9 and losses[0] > losses[2] > losses[4]
 
 
 WRONG: list[tuple[type[Momentum], Any, str]] = [

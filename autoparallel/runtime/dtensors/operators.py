@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ def handle_operators() -> None:
     _torch.dtensor.handle_first((_ATEN.argmax.default, _ATEN.argmin.default), count_from_first)
     watch_operands()
     watch_losses()
+    _torch.dtensor.handle_operators(_torch.dtensor.collective_operators(), refuse_sending)
     _torch.dtensor.handle_first([_ATEN.gather.default], pick_wholly)
 
 
@@ -100,3 +101,12 @@ def take_strides(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mappi
             "What to change: p.diagonal().fill_(0) for a diagonal, slices and views for other strides, or do it whole "
             "(with model.whole() as plain: plain.layer.weight.fill_diagonal_(0))."
         ) from error
+
+
+def refuse_sending(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
+    """Raises RuntimeError: a rank's part of a tensor is no other rank's part of it."""
+    raise RuntimeError(
+        f"{operator} sends a DTensor, which lies across the ranks, as dist.all_reduce(p.grad) and dist.broadcast(p, 0) "
+        "do\nWhat to change: leave it out: gradients are those of the whole batch, and parameters are one model's on "
+        "all ranks; x.full_tensor(), on every rank, gives a plain tensor."
+    )

@@ -93,8 +93,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
             )
         if part is None:
             _lay_states(optimizer)
-            # The operators over lists that optimizers use do not show in the versions of ``DTensor``s.
-            torch.autograd.graph.increment_version(_with_gradients(optimizer, clipper))
+            _undo(optimizer).callback(_note_versions, optimizer, clipper)
         if closure is not None:  # its gradients are made, reduced with those before, and clipped inside of the step
             changed = args, kwargs = _after_closure(args, kwargs, partial(_end_closure, clipper))
             continue
@@ -154,6 +153,12 @@ def _laid(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
 def _with_gradients(optimizer: torch.optim.Optimizer, clipper: Clipper) -> list[torch.Tensor]:
     """The parameters of one model that an optimizer holds and that have gradients."""
     return [p for p in _parameters_of(optimizer) if id(p) in clipper.parameter_ids and p.grad is not None]
+
+
+def _note_versions(optimizer: torch.optim.Optimizer, clipper: Clipper) -> None:
+    """Has a step on ``DTensor``s show in their versions, which operators over lists leave as they are: after it, for it
+    may differentiate once more before it updates, as AdaHessian's does."""
+    torch.autograd.graph.increment_version(_with_gradients(optimizer, clipper))
 
 
 def _enter(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
