@@ -65,7 +65,7 @@ def _by_hand(axis: str, plan: str) -> dict[str, Any]:
         )
     found["joined"] = raised(lambda: torch.nn.utils.parameters_to_vector(model.parameters()))
     elsewhere = next((p.norm() for p in model.parameters() if p.device_mesh.get_coordinate() is None), None)  # type: ignore[attr-defined]
-    for read in (Tensor.item, float, bool) if elsewhere is not None else ():
+    for read in (DTensor.tolist, DTensor.numpy) if elsewhere is not None else ():
         found[f"{read} elsewhere"] = raised(lambda r=read: r(elsewhere.detach()))  # type: ignore[misc]
     alone = DTensor.from_local(torch.ones(4), DeviceMesh("cpu", [dist.get_rank()], mesh_dim_names=("other",)))
     alone.grad = 2 * alone

@@ -122,12 +122,40 @@ def _without_gradients() -> float:
             m.up.weight.mul_(m.gain)  # type: ignore[operator, union-attr]
             m.down.weight.add_(m.up.bias.norm() * m.down.bias.norm())  # type: ignore[operator, union-attr]
             seen.append([total, sum(p.norm() for p in m.parameters())])
+            read = [p.norm().item() + float(p.max()) + (m.gain if p.sum() > 0 else 0.0) for p in m.parameters()]  # type: ignore[operator]
+            seen[-1] += [torch.as_tensor(float(x), dtype=torch.float64) for x in read]
     worst = max(map(off, *seen))
     return max(worst, weights_off(weights(model), weights(plain)))
 
 
 def test_numbers_of_stages_meet_without_gradients() -> None:
     assert max(run_on_ranks(_without_gradients, world_size=2)) < 1e-12
+
+
+class Adapting(torch.optim.SGD):
+    """Learns a rate of its group from the gradients of all parameters that it finds."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        group["lr"] += sum(p.grad.square().sum().item() for p in group["params"] if p.grad is not None)
+        for p in group["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+def _adapted() -> str:
+    model, _ = _pair(2)
+    optimizer = Adapting(model.parameters(), lr=0.1)
+    for step in range(2):
+        model(*batch(step)).backward()
+        optimizer.step()
+    return raised(lambda: model(*batch(2)))
+
+
+def test_an_optimizer_that_learns_something_else_on_each_stage_is_refused() -> None:
+    for text in run_on_ranks(_adapted, world_size=2):
+        assert "the ranks call the model differently" in text and "Adapting(lr=" in text
 
 
 def _refused() -> dict[str, str]:
@@ -140,10 +168,14 @@ def _refused() -> dict[str, str]:
             if p.grad is not None:
                 total += p.grad.norm()
 
+    def norm_by_hand() -> float:
+        return sum(p.grad.norm().item() ** 2 for p in model.parameters() if p.grad is not None)
+
     up, down = model.up.weight, model.down.weight
     elsewhere = next(p for p in (up, down) if p.device_mesh.get_coordinate() is None)
     return {
         "of gradients": raised(of_gradients),
+        "by hand": raised(norm_by_hand),
         "apart": raised(lambda: up + down),
         "in place": raised(lambda: up.detach().mul_(down)),
         "whole": raised(elsewhere.full_tensor),
@@ -153,6 +185,7 @@ def _refused() -> dict[str, str]:
 def test_what_has_no_meaning_across_stages_is_refused() -> None:
     words = {
         "of gradients": "a stage of a pipeline, meets a loss or what lies on others",
+        "by hand": "is read, as by p.norm().item(). What to change",
         "apart": "takes tensors of several stages of a pipeline",
         "in place": "takes tensors of several stages of a pipeline",
         "whole": "full_tensor() of a tensor of shape",

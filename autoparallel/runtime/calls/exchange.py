@@ -169,8 +169,7 @@ class Exchange:
         counts = self.calls, self.store.backwards, self.store.steps * in_step
         if self._mismatches != self.agreement.mismatches:
             self._mismatches, self._base, self.store.all_steps = self.agreement.mismatches, counts, b""
-        steps = self.store.all_steps if in_step else b""
-        return (*(now - before for now, before in zip(counts, self._base, strict=True)), steps)
+        return (*(now - before for now, before in zip(counts, self._base, strict=True)), self.store.all_steps)
 
     def _so_far(self) -> str:
         return (

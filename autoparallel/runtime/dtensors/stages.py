@@ -8,7 +8,8 @@ to where that lies.  Its gradient goes back the same way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,8 +51,42 @@ def require_here(tensor: DTensor) -> None:
         )
 
 
-def everywhere(number: DTensor) -> DTensor:
+_MET = "meets a loss or what lies on others. What to change: compute it on every rank, also where p.grad is None"
+_READ = (
+    "is read, as by p.norm().item(). What to change: read it on every rank, and print it on one; of gradients, which "
+    "are None where another stage lies, model.grad_norm(groups='parameter') knows all"
+)
+
+
+def number_read(number: DTensor) -> DTensor:
+    """A number that Python reads, as one that all ranks have, which come here for it: a loop's own norm, added up of
+    what it finds on a rank, would be another on each stage. Inside of :func:`stepping` it stays as it is.
+
+    Raises:
+        RankMismatchError: on every rank, where some do something else.
+    """
+    is_of_one = len(_STAGES.get(number.device_mesh, ())) == 1
+    return everywhere(number, _READ) if is_of_one and not _STEPPING else number
+
+
+@contextmanager
+def stepping() -> Iterator[None]:
+    """Inside, an optimizer steps, whose numbers are of a parameter: it leaves those out that have no gradient here."""
+    _STEPPING.append(None)
+    try:
+        yield
+    finally:
+        _STEPPING.pop()
+
+
+_STEPPING: list[None] = []
+
+
+def everywhere(number: DTensor, use: str = _MET) -> DTensor:
     """A number as one that all ranks have: of a stage's tensor, all ranks of the pipeline come here for it.
+
+    Args:
+        use: what becomes of it, in the words of an error, with what to change.
 
     Raises:
         RankMismatchError: on every rank, where some do something else.
@@ -67,14 +102,14 @@ def everywhere(number: DTensor) -> DTensor:
         )
     (pipeline,) = _STAGES[stage]
     agreement, ranks = agreement_of(pipeline), stage.mesh.flatten().tolist()
-    what = (
-        f"a number of a tensor on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}, a stage of a pipeline, "
-        "meets a loss or what lies on others. What to change: compute it on every rank, also where p.grad is None"
-    )
+    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    what = f"a number of a tensor on {who}, a stage of a pipeline, {use}"
     if not all(p.is_replicate() for p in number.placements):
         agree_on(pipeline, what)  # before the ranks of the stage add it up
     value = _torch.dtensor.local_of(number) if lies_elsewhere(number) else _torch.dtensor.gather(number)
     host = value.detach().resolve_conj().cpu().contiguous()
+    if not host.numel():  # a vector of one element
+        host = host.new_zeros(1)
     table = agreement.ask(digest(what) + bytes(bytes_of(host)), what)()
     agreement.require_same(table[:, :32], "the ranks call the model differently:", lambda: what)
     shown = table[agreement.ranks.index(ranks[0]), 32 : 32 + host.dtype.itemsize]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
+from autoparallel.runtime.dtensors.stages import number_read
 from autoparallel.runtime.parameters.slices import lies_elsewhere, lies_whole
 from autoparallel.runtime.parameters.state import shares_parameter
 from autoparallel.runtime.ranks.agreement import agree_on
@@ -34,8 +35,8 @@ def plain_values(value: DTensor) -> Tensor:
     """
     if lies_elsewhere(value):
         raise RuntimeError(
-            "a number of a tensor that lies on other ranks, such as p.norm().item() of another stage's parameter\n"
-            "What to change: read it where p.device_mesh.get_coordinate() is not None, or on all ranks from "
+            "values of a tensor that lies on other ranks, such as p.tolist() of another stage's parameter\n"
+            "What to change: read them where p.device_mesh.get_coordinate() is not None, or on all ranks from "
             "model.full_parameters() and model.grad_norm(groups='parameter')."
         )
     if not all(p.is_replicate() for p in value.placements):
@@ -49,7 +50,7 @@ def plain_values(value: DTensor) -> Tensor:
 
 def whole_number(operator: Any, args: Sequence[Any], _: Mapping[str, Any]) -> Any:
     """The number that a ``DTensor`` holds (see [Note: numbers of a DTensor])."""
-    return operator(plain_values(args[0]))
+    return operator(plain_values(number_read(args[0])))
 
 
 def as_list(tensor: DTensor) -> Any:

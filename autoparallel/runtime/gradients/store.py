@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
@@ -101,11 +101,13 @@ class GradientStore(ProgramParameters):
             self.grads.forget_absent()
             self.before_backward()
 
-    def note_step(self, settings: str) -> None:
-        """Counts a step of an optimizer, made by the settings that a text tells."""
+    def note_step(self, settings: str, parameters: Iterable[torch.Tensor]) -> None:
+        """Counts a step of an optimizer of some parameters, made by the settings that a text tells.  One of parameters
+        on all stages steps on every rank, which is so seen; others step where what they hold lies."""
         self.steps += 1
         self.last_step = settings
-        self.all_steps = hashlib.sha256(self.all_steps + settings.encode()).digest()
+        if self.everyone is None or _meshes_of(self.parameters.values()) <= _meshes_of(parameters):
+            self.all_steps = hashlib.sha256(self.all_steps + settings.encode()).digest()
 
     def has_stale(self) -> bool:
         """Whether a kept copy of gathered parameters is not what they are now, as far as this rank can see."""
@@ -385,3 +387,7 @@ def _alone(chain: ParameterChain, value: torch.Tensor, shared: Collection[int] =
     if chain.ends_in_slice or id(value) in shared:
         return value.clone(memory_format=torch.contiguous_format)
     return value.contiguous()
+
+
+def _meshes_of(parameters: Iterable[torch.Tensor]) -> set[DeviceMesh]:
+    return {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}

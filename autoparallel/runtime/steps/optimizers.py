@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.graph.plain_tensors import REPLACED, refused_plain
+from autoparallel.runtime.dtensors.stages import stepping
 from autoparallel.runtime.norms.clipping import Clipper
 from autoparallel.runtime.parameters.parts import note_changes
 from autoparallel.runtime.parameters.slices import lay_like
@@ -83,7 +84,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
         closure = _closure_of(args, kwargs)
         if closure is None or store.window is not None:
             store.settle()
-        store.note_step(_settings_of(optimizer))
+        store.note_step(_settings_of(optimizer), _parameters_of(optimizer))
         part = part_of(optimizer)
         if part is None and store.offloads_states:
             raise RuntimeError(
@@ -94,6 +95,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
         if part is None:
             _lay_states(optimizer)
             _undo(optimizer).callback(_note_versions, optimizer, clipper)
+            _undo(optimizer).enter_context(stepping())
         if closure is not None:  # its gradients are made, reduced with those before, and clipped inside of the step
             changed = args, kwargs = _after_closure(args, kwargs, partial(_end_closure, clipper))
             continue
