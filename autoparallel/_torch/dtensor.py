@@ -202,6 +202,29 @@ def operators_on_several() -> list[Any]:
 _OF_FORM_ALONE = ("is_same_size", "is_set_to", "result_type", "can_cast")
 
 
+def operators_without_sharding() -> list[Any]:
+    """The operators that make tensors of some, and of whose results torch has not been told how they lie."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    tables = [
+        getattr(propagator, f"op_{kind}", {}) for kind in ("to_rules", "strategy_funcs", "single_dim_strategy_funcs")
+    ]
+    names = [name for name in _names() if not name.endswith("_") and not name.startswith("_foreach_")]
+    return [x for x in operators_of(names) if _is_pure(x) and not any(x in table for table in tables)]
+
+
+def _is_pure(operator: Any) -> bool:
+    """Whether an operator makes new tensors of those that it takes, and draws none."""
+    schema = operator._schema
+    kinds = {str(result.type) for result in schema.returns}
+    return (
+        any("Tensor" in str(argument.type) for argument in schema.arguments)
+        and all(x.alias_info is None for x in (*schema.arguments, *schema.returns))
+        and bool(kinds)
+        and kinds <= {"Tensor"}
+        and torch.Tag.nondeterministic_seeded not in operator.tags
+    )
+
+
 def _takes_several(schema: torch._C.FunctionSchema) -> bool:
     operands = [argument for argument in schema.arguments if "Tensor" in str(argument.type)]
     is_written = any(argument.alias_info is not None for argument in operands)

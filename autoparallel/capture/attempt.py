@@ -42,6 +42,7 @@ from autoparallel.capture.python.changes import (
     VariablesChangedError,
     Written,
 )
+from autoparallel.capture.python.closures import functions_attached
 from autoparallel.capture.python.globals_read import GlobalsRead
 from autoparallel.capture.python.journals import JournalReadError
 from autoparallel.capture.python.loss_functions import owners_of, packages_of, read_of_loss
@@ -172,7 +173,8 @@ class Attempt:
 
     def _make_reads(self) -> GlobalsRead:
         loss_fn = self.settings.loss_fn
-        return GlobalsRead(owners_of(loss_fn), packages_of(self.model, loss_fn), self.model)
+        attached = functions_attached(self.model, loss_fn)
+        return GlobalsRead(owners_of(loss_fn), packages_of(self.model, loss_fn, attached), self.model, attached)
 
     def run(
         self, wrapper: Training, answer: bool = True, ahead: Mapping[str, torch.Tensor] | None = None, **tables: Any

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tests.runtime.support import Net, batch, compiled_pair, off, raised, run_on_ranks
 
@@ -72,6 +74,11 @@ MADE: dict[str, Made] = {
     "a matrix by a row": lambda p: p[0] @ p[0][3],
     "turned": lambda p: _turned(p[0].detach()),
     "deeply copied": lambda p: _copied(p[0].grad.clone()),  # type: ignore[union-attr]
+    "convolved rows": lambda p: F.conv1d(p[0].unsqueeze(1), _ones(2, 1, 3) * p[1].sum(), padding=1),
+    "convolved columns": lambda p: F.conv1d(p[0].t().unsqueeze(0), _ones(2, 8, 3) / 3, stride=2),
+    "a kernel": lambda p: F.conv_transpose1d(_ones(2, 16, 5), p[0].unsqueeze(-1), padding=0),
+    "unfolded": lambda p: F.unfold(p[0][None, None], 3),
+    "reflected": lambda p: F.pad(p[0][None], (1, 1), mode="reflect"),
     "lists beside plain ones": lambda p: torch._foreach_div([p[0], p[1]], [_ones(8) * 3, _ones(8, 1) * 2])[1],
     "plain lists beside them": lambda p: torch._foreach_mul([_ones(16, 8), _ones(8, 16)], [p[0], p[1]])[0],
 }
@@ -93,9 +100,16 @@ def _make(plan: str) -> dict[str, Any]:
         seen["of another shape"] = raised(lambda: torch.sum(mine[0], 0, out=torch.zeros_like(mine[0])))
         seen["a parameter"] = raised(mine[0].t_)
         seen["sent"] = raised(lambda: dist.all_reduce(mine[0].grad)) + raised(lambda: dist.broadcast(mine[0].data, 0))
+    kernel = _ones(2, 1, 3).requires_grad_()
     for m in (model, plain):
         m.zero_grad()
-        m(batch(1)[0]).square().sum().backward()
+        smooth = F.conv1d(m.up.weight.unsqueeze(1), kernel * m.norm.bias.exp().sum(), padding=1)  # type: ignore[operator, union-attr]
+        (
+            m(batch(1)[0]).square().sum() + 0.1 * smooth.square().sum() + F.pad(smooth, (1, 1), mode="reflect").sum()
+        ).backward()
+        seen["of a kernel"] = off(kernel.grad, seen.pop("first kernel", kernel.grad))  # type: ignore[arg-type]
+        seen["first kernel"], kernel.grad = kernel.grad, None
+    seen["a plain gradient"] = float(isinstance(seen.pop("first kernel"), DTensor))
     seen["parameters"] = max(off(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
     seen["gradients"] = max(off(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))  # type: ignore[arg-type]
     return seen

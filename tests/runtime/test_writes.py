@@ -184,7 +184,7 @@ def _in_stages(shape: tuple[int, ...]) -> dict[str, float]:
         with torch.no_grad():
             for x, y in ((p, q), (p.grad, q.grad)):
                 assert x is not None and y is not None
-                worst = max(worst, abs(x.norm().item() - y.norm().item()), off(x[[1, 0]], y[[1, 0]]))
+                worst = max(worst, off(x.norm(), y.norm()), off(x[[1, 0]], y[[1, 0]]))
                 for part in (x, y):
                     part[[2, 0]] = 0.5
     with torch.no_grad():

@@ -114,3 +114,16 @@ def held_by(model: nn.Module, *kinds: type) -> list[Any]:
     """The objects of some types that modules hold, as hooks, too, and in lists, dicts and objects of the user's."""
     attributes = [x for module in model.modules() for name, x in vars(module).items() if name not in TABLES]
     return [value for value in everything_in(attributes) if isinstance(value, kinds)]
+
+
+def functions_attached(model: nn.Module, loss_fn: Any) -> list[FunctionType]:
+    """The functions that hooks, attributes and a loss function are, and those in their closures: whoever attached them
+    has what they hold, also where an installed package wrote them."""
+    left, functions = [loss_fn, *held_by(model, FunctionType, MethodType)], dict[int, FunctionType]()
+    while left:
+        for value in everything_in(left.pop()):
+            function = getattr(value, "__func__", value) if isinstance(value, MethodType) else value
+            if isinstance(function, FunctionType) and id(function) not in functions:
+                functions[id(function)] = function
+                left += [x for cell in function.__closure__ or () if not isinstance(x := contents_of(cell), nn.Module)]
+    return list(functions.values())

@@ -12,7 +12,7 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence, Set
 from contextvars import ContextVar
 from functools import partial
 from inspect import unwrap
@@ -35,7 +35,7 @@ from autoparallel.capture.python.modules_apart import (
     set_attributes,
 )
 from autoparallel.capture.python.observed_classes import is_observed
-from autoparallel.capture.python.places_read import PlacesRead, find_alone
+from autoparallel.capture.python.places_read import PlacesRead, find_alone, may_be_state
 from autoparallel.capture.python.profilers import Suspended, Watcher, resume
 from autoparallel.capture.python.roots import Finder, attribute_of, find_nothing, holds_settings
 from autoparallel.capture.python.running_functions import cells_of_frame, functions_before
@@ -61,6 +61,7 @@ from autoparallel.graph.variables import Attribute, Cell, Default, Global, Varia
 _CALL, _INIT = torch.nn.Module._call_impl.__code__, torch.nn.Module.__init__.__code__
 _FUNCTIONAL_CALLS = tuple(unwrap(f).__code__ for f in (torch.func.functional_call, stateless.functional_call))
 _LOG = logging.Logger._log.__code__
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _COLLECTIONS = (list, tuple, set, frozenset)
 _OF_TENSORS = frozenset(map(id, (torch.Tensor, torch.nn.Parameter)))
 
@@ -79,6 +80,7 @@ class GlobalsRead(Watcher):
             with what finds the variables that have them.
         packages: the installed packages that the model's classes come from; what others hold is no state of its.
         model: the user's.
+        attached: the functions that have been attached to it, whose closures are looked into whoever wrote them.
 
     Attributes:
         draws: those of the last run.
@@ -86,7 +88,14 @@ class GlobalsRead(Watcher):
         names: of the variables read that are looked after (see ``graph.surroundings``): a copy has other values there.
     """
 
-    def __init__(self, owners: list[tuple[Any, Finder]], packages: frozenset[str], model: torch.nn.Module) -> None:
+    def __init__(
+        self,
+        owners: list[tuple[Any, Finder]],
+        packages: frozenset[str],
+        model: torch.nn.Module,
+        attached: Sequence[types.FunctionType],
+    ) -> None:
+        self._attached = {id(function.__code__) for function in attached}
         self._packages, self._surroundings = packages, surroundings_of(model)
         self.places = PlacesRead(self._surroundings)
         self.names: set[str] = set()
@@ -163,8 +172,8 @@ class GlobalsRead(Watcher):
             loads = entry[1]
         if loads is None:
             return
-        if loads.cells and not is_installed(code.co_filename):
-            self._note_cells(frame, loads)
+        if loads.cells:
+            self._note_cells(frame, loads, of_user=id(code) in self._attached or not is_installed(code.co_filename))
         if loads.bases:
             self._note_bases(frame, loads.bases)
         if loads.first:
@@ -204,17 +213,10 @@ class GlobalsRead(Watcher):
             value, variable = table.get(name, MISSING), Global(table, name)
             if self._is_looked_after(variable, name in loads.stored) or value is MISSING or _is_stand_in(value):
                 continue
-            if isinstance(value, dict | WeakKeyDictionary):
-                ids = {*map(_key_id, value)}
-                # A package that fills a table where a type is missing finds for ours what it finds for theirs.
-                is_told = _is_stand_in(table.get("type"))
-                by_types = ("type",) in chains and not is_told and not (installed and name in loads.filled)
-                if not ids.isdisjoint(self._members) or by_types and not ids.isdisjoint(self._classes):
-                    self.places.refuse(
-                        f"the model looks itself up in {name}, a {type(value).__name__} by modules, tensors or types, "
-                        f"in {line_of_frame(frame)}: what is traced, a copy, is not among them\n"
-                        "What to change: keep what is there in attributes of the modules."
-                    )
+            # A package that fills a table where a type is missing finds for ours what it finds for theirs.
+            is_told = _is_stand_in(table.get("type"))
+            by_types = ("type",) in chains and not is_told and not (installed and name in loads.filled)
+            self._require_apart(name, value, frame, self._members | self._classes if by_types else self._members)
             self._note_module(value, name, frame)
             if attributes and not is_plain(value) and not is_container(value):
                 find = partial(find_alone, variable)
@@ -225,6 +227,15 @@ class GlobalsRead(Watcher):
                 self._add_chain(name, value, tuple(attributes), frame, find)
             else:
                 self.places.add_variable(variable, name, frame)
+
+    def _require_apart(self, name: str, value: Any, frame: types.FrameType, members: Set[int]) -> None:
+        """Refuses a table by modules, tensors or types of the model, by their ids, where a function looks into it."""
+        if isinstance(value, dict | WeakKeyDictionary) and not members.isdisjoint(map(_key_id, value)):
+            self.places.refuse(
+                f"the model looks itself up in {name}, a {type(value).__name__} by modules, tensors or types, in "
+                f"{line_of_frame(frame)}: what is traced, a copy, is not among them\n"
+                "What to change: keep what is there in attributes of the modules."
+            )
 
     def _note_comparisons(self, frame: types.FrameType, loads: Loads) -> None:
         """Refuses the comparison of a class with one of the model's modules or of tensors where the code is not told
@@ -279,7 +290,7 @@ class GlobalsRead(Watcher):
                 if may_change(default.read()) and not self._is_looked_after(default):
                     self.places.add_variable(default, f"the default of {name}", frame)
 
-    def _note_cells(self, frame: types.FrameType, loads: Loads) -> None:
+    def _note_cells(self, frame: types.FrameType, loads: Loads, of_user: bool) -> None:
         values = frame.f_locals
         cells: dict[str, types.CellType] | None = None
         for name, *attributes in sorted(loads.cells):
@@ -289,6 +300,9 @@ class GlobalsRead(Watcher):
                 self.names.add(looked_after)
             if looked_after or value is MISSING or name not in loads.bound and _is_of_trace(value):
                 continue
+            if not (of_user or may_be_state(value)):
+                continue
+            self._require_apart(name, value, frame, self._members)
             self._note_module(value, name, frame)
             is_link = bool(attributes) and not is_plain(value) and not is_container(value)
             if is_link:
@@ -308,7 +322,7 @@ class GlobalsRead(Watcher):
             if is_link:
                 self.places.add_link((id(variable.owner), name), name, variable.read, variable)
             else:
-                self.places.add_variable(variable, name, frame)
+                self.places.add_variable(variable, name, frame, of_user)
 
     def _is_looked_after(self, variable: Variable, is_stored: bool = False) -> bool:
         """Whether a copy of the model has another value of a variable, which it reads unless it only binds it."""
@@ -339,6 +353,8 @@ class GlobalsRead(Watcher):
             return
         if isinstance(value, types.ModuleType):
             if value.__name__.partition(".")[0] in LIBRARIES:
+                if not is_installed(frame.f_code.co_filename):
+                    self._note_function(label, value, attributes)
                 return
         elif isinstance(value, type):
             if value.__module__.partition(".")[0] in LIBRARIES:
@@ -374,6 +390,17 @@ class GlobalsRead(Watcher):
             return
         read, write = partial(attribute_of, value, name), partial(setattr, value, name)
         self.places.add((id(value), name), f"{label}.{name}", read, frame, write, find_nothing if in_slot else find)
+
+    def _note_function(self, label: str, library: types.ModuleType, names: tuple[str, ...]) -> None:
+        """Notes which function of a library the user's code reads: another may take its place (``F.gelu = mine``)."""
+        for name in names:
+            inside = vars(library).get(name)
+            label = f"{label}.{name}"
+            if isinstance(inside, _FUNCTIONS):
+                self.places.add_link((id(library), name), label, partial(vars(library).get, name, MISSING))
+            if not isinstance(inside, types.ModuleType):
+                return
+            library = inside
 
     def _note_module(self, value: Any, label: str, frame: types.FrameType) -> None:
         """Notes what a module has that is no part of the model, as it may be called, and was not made by the call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,10 +54,11 @@ def with_variable(function: Any) -> Any:
     return LossOfObject(owner, function.__func__ if is_method else None) if is_data(owner) else function
 
 
-def packages_of(model: torch.nn.Module, function: Any) -> frozenset[str]:
-    """The top-level packages that a model's classes and its loss function come from."""
+def packages_of(model: torch.nn.Module, function: Any, attached: Sequence[types.FunctionType]) -> frozenset[str]:
+    """The top-level packages that a model's classes, its loss function and the functions attached to it come from."""
     places = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
-    return frozenset(place.partition(".")[0] for place in {*places, str(getattr(function, "__module__", ""))})
+    places |= {str(getattr(function, "__module__", "")), *(str(f.__globals__.get("__name__")) for f in attached)}
+    return frozenset(place.partition(".")[0] for place in places)
 
 
 def owners_of(function: Any) -> list[tuple[Any, Finder]]:

@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 from autoparallel.capture.python.changes import StateChangedError, VariablesChangedError, refused_past_the_model
-from autoparallel.capture.python.containers import objects_in
+from autoparallel.capture.python.containers import leaves_of, objects_in
 from autoparallel.capture.python.modules_apart import refused_change
 from autoparallel.capture.python.roots import Finder, Root, find_nothing
 from autoparallel.capture.python.shared_parts import is_unusable, refused_use
@@ -35,16 +35,17 @@ class PlacesRead:
         self._links: dict[Hashable, tuple[str, Callable[[], Any], Variable | None]] = {}
         self._caches: list[Any] = []
         self._problems: list[tuple[str, Variable | None]] = []
+        self._registries: set[Hashable] = set()  # an installed package's lists and dicts: a call may add to them
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._roots
 
     # -- while functions run ----------------------------------------------------------------------------------------
 
-    def add_variable(self, variable: Variable, label: str, frame: types.FrameType) -> None:
+    def add_variable(self, variable: Variable, label: str, frame: types.FrameType, of_user: bool = False) -> None:
         """A place that is a variable."""
         key, find = (id(variable.owner), variable.name), partial(find_alone, variable)
-        self.add(key, label, variable.read, frame, variable.write, find, variable)
+        self.add(key, label, variable.read, frame, variable.write, find, variable, of_user)
 
     def add(
         self,
@@ -55,6 +56,7 @@ class PlacesRead:
         write: Callable[[Any], None] | None = None,
         find: Finder = find_nothing,
         variable: Variable | None = None,
+        of_user: bool = False,
     ) -> None:
         """A place that a function loads from.
 
@@ -64,6 +66,7 @@ class PlacesRead:
             write: puts back what was there.
             find: finds the variables that it is reached by.
             variable: where it is one itself.
+            of_user: whether the user has what is there, whoever wrote the function.
         """
         if key in self._roots:
             return
@@ -71,8 +74,8 @@ class PlacesRead:
         if isinstance(value, _CACHE):
             self._caches.append(value)
             return
-        # Of an installed package only numbers and the like are watched: its registries are no model's state.
-        if isinstance(value, types.ModuleType) or not is_plain(value) and is_installed(frame.f_code.co_filename):
+        of_user = of_user or not is_installed(frame.f_code.co_filename)
+        if isinstance(value, types.ModuleType) or not (of_user or may_be_state(value)):
             return
         self.require_usable(label, value, frame, variable)
         if isinstance(value, Iterator):
@@ -83,6 +86,8 @@ class PlacesRead:
             )
             return
         self._roots[key] = Root(key, label, read, line_of_frame(frame), write, find, variable)
+        if not (of_user or is_plain(value)):
+            self._registries.add(key)
 
     def add_link(self, key: Hashable, label: str, read: Callable[[], Any], variable: Variable | None = None) -> None:
         """A place from which more is read, whose object may be replaced by another."""
@@ -114,7 +119,9 @@ class PlacesRead:
     def put_back(self) -> list[Root]:
         """Puts back what was there; what has changed.  Cells that nobody has any more are places no longer."""
         self._links = {k: link for k, link in self._links.items() if k not in self._roots and not is_left(link[2])}
-        self._roots = {key: root for key, root in self._roots.items() if not is_left(root.variable)}
+        registries = {key for key in self._registries & self._roots.keys() if self._roots[key].changed()}
+        roots = {key: root for key, root in self._roots.items() if key not in registries}
+        self._roots = {key: root for key, root in roots.items() if not is_left(root.variable)}
         changed = [root for root in self._roots.values() if root.changed()]
         for root in changed:
             root.now = shown(root.read())
@@ -168,6 +175,17 @@ class PlacesRead:
         for key, (label, read, _) in self._links.items():
             state.watch(label, read, ("link", key))
         return state
+
+
+def may_be_state(value: Any) -> bool:
+    """Whether what an installed package has may be settings, which somebody changes between calls: a number and the
+    like, or a few of them. Its registries, of functions, classes and much else, are no model's state."""
+    if is_plain(value):
+        return True
+    return isinstance(value, list | dict) and len(value) <= _MOST_SETTINGS and all(map(is_plain, leaves_of(value)))
+
+
+_MOST_SETTINGS = 16
 
 
 def find_alone(variable: Variable) -> list[Variable]:

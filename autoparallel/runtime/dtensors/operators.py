@@ -19,7 +19,7 @@ from autoparallel.runtime.dtensors.mixed import watch_operands
 from autoparallel.runtime.dtensors.outs import watch_outs
 from autoparallel.runtime.dtensors.stages import require_here
 from autoparallel.runtime.dtensors.values import watch_values
-from autoparallel.runtime.dtensors.writes import watch_writes
+from autoparallel.runtime.dtensors.writes import watch_unknown, watch_writes
 from autoparallel.runtime.parameters.hooks import is_compiled
 from autoparallel.runtime.parameters.state import copy_parameter
 from autoparallel.runtime.ranks.files import watch_files
@@ -46,6 +46,7 @@ def handle_operators() -> None:
     watch_losses()
     _torch.dtensor.handle_operators(_torch.dtensor.collective_operators(), refuse_sending)
     _torch.dtensor.handle_first([_ATEN.gather.default], pick_wholly)
+    watch_unknown()
 
 
 def copy_deeply(tensor: Tensor, memo: dict[int, Any]) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -63,6 +64,8 @@ _MEASURING = (
     "unique_dim", "unique_dim_consecutive",
 )  # fmt: skip
 """What scripts measure of a whole tensor, and torch cannot of its parts."""
+
+_CONVOLVING = (_ATEN.convolution.default, _ATEN.convolution_backward.default)
 
 
 def view(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -122,7 +125,7 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
     if lies_elsewhere(target):
         return target
     origin = origin or Origin(target)
-    _require_same(target, f"plain tensors are written to a DTensor by {operator}", (args[1:], kwargs))
+    _require_same(target.device_mesh, f"plain tensors are written to a DTensor by {operator}", (args[1:], kwargs))
     rest, named = pytree.tree_map_only(DTensor, _torch.dtensor.gather, (args[1:], dict(kwargs)))
     whole = _torch.dtensor.gather(origin.base)
     part = origin.follow(whole)
@@ -199,7 +202,36 @@ def read_whole(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping
         except (RuntimeError, NotImplementedError):
             if not can_gather:
                 raise
-    _require_same(sources[0], f"{operator} reads a DTensor and plain tensors", operands)
+    return _of_wholes(operator, operands)
+
+
+def try_parts(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator makes of ``DTensor``s, where torch may not know how they lie then: of whole ones, if so."""
+    try:
+        return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
+    except (RuntimeError, NotImplementedError):
+        sources = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, DTensor)]
+        if any(map(lies_elsewhere, sources)) or not all(map(_can_gather, sources)):
+            raise
+        return _of_wholes(operator, (tuple(args), dict(kwargs)))
+
+
+def convolve(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a convolution makes of whole tensors; torch's of parts is that of one part after the other, in silence,
+    where a batch, a kernel or a length is cut."""
+    operands: Any = tuple(args), dict(kwargs)
+    tensors = [x for x in pytree.tree_leaves(operands) if isinstance(x, Tensor)]
+    sources = [x for x in tensors if isinstance(x, DTensor)]
+    if any(map(lies_elsewhere, sources)) or not all(map(_can_gather, sources)):
+        return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
+    keep_kinds([x for x in tensors if not isinstance(x, DTensor)])
+    return _of_wholes(operator, operands)
+
+
+def _of_wholes(operator: Any, operands: Any) -> Any:
+    """What an operator makes of whole tensors, which all ranks have then."""
+    mesh = next(x.device_mesh for x in pytree.tree_leaves(operands) if isinstance(x, DTensor))
+    _require_same(mesh, f"{operator} reads a DTensor and plain tensors", operands)
     wholes, named = pytree.tree_map_only(DTensor, _torch.dtensor.gather, operands)
     return pytree.tree_map_only(Tensor, lambda x: _torch.dtensor.replicated(x, mesh), operator(*wholes, **named))
 
@@ -284,11 +316,11 @@ def _can_gather(target: Tensor) -> bool:
     return isinstance(target, DTensor) and agreement_over(target.device_mesh) is not None
 
 
-def _require_same(target: DTensor, what: str, operands: Any) -> None:
+def _require_same(mesh: DeviceMesh, what: str, operands: Any) -> None:
     """Raises where plain tensors, of which nobody knows that all ranks have the same, are not the same."""
     tensors = [x for x in pytree.tree_leaves(operands) if isinstance(x, Tensor) and not isinstance(x, DTensor)]
     if tensors:
-        agree_on(target.device_mesh, what, *map(tensor_digest, tensors))
+        agree_on(mesh, what, *map(tensor_digest, tensors))
 
 
 def _is_cut_alike(part: DTensor, source: DTensor) -> bool:
@@ -304,3 +336,10 @@ def watch_writes() -> None:
     _torch.dtensor.handle_operators(_VIEWS, view)
     _torch.dtensor.handle_first(_torch.dtensor.operators_of(_torch.dtensor.names_in_place()), write)
     _torch.dtensor.handle_first((*_SELECTING, *_torch.dtensor.operators_of(_MEASURING)), read_whole)
+
+
+def watch_unknown() -> None:
+    """Has operators compute on whole tensors that torch has no sharding for, and those whose sharding is wrong; what
+    else handles one comes first."""
+    _torch.dtensor.handle_first(_CONVOLVING, convolve)
+    _torch.dtensor.handle_first(_torch.dtensor.operators_without_sharding(), try_parts)
