@@ -1,4 +1,4 @@
-"""Transforms of ``torch.func``: which are running, and what is below what they show their functions."""
+"""Transforms of ``torch.func`` and traces: which are running, and what is below what they show their functions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch._functorch import eager_transforms, predispatch, pyfunctorch, vmap
+from torch.utils._python_dispatch import _disable_current_modes
 
 _C = torch._C._functorch
+_JIT: Any = torch._C
 
 TRANSFORMS = eager_transforms
 """Has ``grad_and_value_impl``, ``_vjp_with_argnums`` and ``_jvp_with_argnums``, of which all others are made."""
@@ -21,9 +23,26 @@ ENTER_VMAP, LEAVE_VMAP = predispatch._vmap_increment_nesting, predispatch._vmap_
 """What a trace notes where ``vmap`` begins, with the number of parts and how these draw random numbers, and ends."""
 
 
+@contextmanager
+def outside_of_traces() -> Iterator[None]:
+    """Inside, nothing shows in the trace that ``torch.export`` or ``torch.jit`` may be making."""
+    state = _JIT._get_tracing_state()
+    _JIT._set_tracing_state(None)
+    try:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            yield
+    finally:
+        _JIT._set_tracing_state(state)
+
+
 def is_transforming() -> bool:
     """Whether a transform is running."""
     return _C.maybe_current_level() is not None
+
+
+def is_batch(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is several at once: of ``torch.func.vmap``, or of ``is_grads_batched=True``."""
+    return bool(_C.is_batchedtensor(tensor) or _C.is_legacy_batchedtensor(tensor))
 
 
 def is_differentiating() -> bool:

@@ -316,6 +316,30 @@ def test_export_is_given_the_plain_model() -> None:
     assert off(program.module()(x), expected) == 0
 
 
+def _look_into() -> tuple[list[str], float]:
+    """What is said to those that would look into a compiled model on two ranks, which goes on afterwards."""
+    plain = make(Perceptron)
+    model = autoparallel.compile(copy.deepcopy(plain), mesh_of(2), plan="fsdp")
+    x = batch()[0].requires_grad_()
+    outputs = model(x)
+    vectors = torch.eye(8, dtype=torch.float64)
+    ways: list[Callable[[], Any]] = [
+        lambda: torch.export.export(model, (x,)),
+        lambda: torch.jit.trace(lambda x: model(x), x),
+        lambda: torch.autograd.grad(outputs[0], list(model.parameters()), vectors, is_grads_batched=True),
+        lambda: torch.autograd.grad(outputs[0], x, vectors, is_grads_batched=True),
+        lambda: torch.vmap(lambda v: torch.autograd.grad(outputs[0], list(model.parameters()), v))(vectors),
+    ]
+    return [raised(way) for way in ways], off(model(x), plain(x))
+
+
+def test_who_cannot_look_into_a_compiled_model_is_told_on_all_ranks() -> None:
+    for texts, far in run_on_ranks(_look_into, world_size=2):
+        assert all("export the plain one" in text for text in texts[:2]), texts
+        assert all("call torch.autograd.grad(..., retain_graph=True) for each" in text for text in texts[2:]), texts
+        assert far < 1e-12
+
+
 @pytest.mark.wide
 def test_torch_compile_around_a_compiled_model_leaves_it_as_it_is() -> None:
     """Also around the loop's step; the model itself says how it is compiled (``backend=``)."""

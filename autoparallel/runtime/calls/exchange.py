@@ -121,7 +121,7 @@ class Exchange:
         self.calls += 1
         text = f"{type(error).__name__}: {error}"
         row = digest("call", self.name, self._counts(), text)
-        with _torch.export.without_modes():  # it may be torch.export that calls
+        with _torch.transforms.outside_of_traces():  # it may be torch.export that calls, or torch.jit
             self._require_same_call(self.agreement.ask(row, f"call {self.calls} of {self.name}")(), lambda: text)
         raise error
 

@@ -67,7 +67,7 @@ class CallReader:
             )
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise RuntimeError(
-                "torch.export (and torch.onnx.export) cannot see into a compiled model\n"
+                "torch.export, torch.onnx.export and torch.jit.trace cannot see into a compiled model\n"
                 "What to change: export the plain one: `with model.whole() as plain: torch.export.export(plain, args)`."
             )
         method = kwargs.get(METHOD)

@@ -119,6 +119,17 @@ def reached(chains: Sequence[ParameterChain], grads: Grads, wanted: Sequence[boo
     return [(chain, row) for chain, row in rows if row[0] is not None or any(grad is not None for grad in row)]
 
 
+def require_single(*grads: torch.Tensor | None) -> None:
+    """Raises RuntimeError where several gradients at once come through a backward: no collective takes them, and no
+    parameter's gradient is several."""
+    if any(grad is not None and _torch.transforms.is_batch(grad) for grad in grads):
+        raise RuntimeError(
+            "several gradients at once, as by torch.autograd.grad(..., is_grads_batched=True), jacobian(..., "
+            "vectorize=True) or vmap, cannot go through the backward of a compiled model\nWhat to change: call "
+            "torch.autograd.grad(..., retain_graph=True) for each (torchjd: parallel_chunk_size=1)."
+        )
+
+
 def require_not_handed(asked_for: _torch.autograd.AskedFor, where: str) -> None:
     """Raises RuntimeError for ``torch.autograd.grad()`` with respect to parameters, where that is not possible."""
     if asked_for.handed:

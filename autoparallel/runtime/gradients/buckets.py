@@ -22,7 +22,7 @@ from autoparallel import _torch
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, makes_tensor
 from autoparallel.passes.recompute_layers import Region
-from autoparallel.runtime.gradients.backwards import BackwardPass
+from autoparallel.runtime.gradients.backwards import BackwardPass, require_single
 from autoparallel.runtime.gradients.derivatives import with_graph
 from autoparallel.runtime.gradients.program_parameters import KeptCopy, ProgramParameters
 from autoparallel.runtime.gradients.travel import Gather, Tensors
@@ -140,6 +140,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        require_single(*grads)
         bucket: ParameterBucket = ctx.bucket
         chains, store = bucket.bucket.chains, bucket.store
         # Counted before there are other lists of them; what a collective makes is nobody else's.

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from autoparallel import _torch
 from autoparallel.graph.captured import Captured
 from autoparallel.runtime.gradients.accumulation import Weight
+from autoparallel.runtime.gradients.backwards import require_single
 from autoparallel.runtime.gradients.store import GradientStore
 
 
@@ -109,6 +110,8 @@ class Delivery:
 
     def weighted(self, grad: torch.Tensor | None, number: int) -> torch.Tensor | None:
         """The gradient of an output as it enters the program."""
+        if self._store.mesh.size() > 1:
+            require_single(grad)
         now = self._store.versions(self._used)
         if now != self._versions:
             names = (*self._used, *self._used)
