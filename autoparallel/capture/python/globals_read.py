@@ -95,9 +95,8 @@ class GlobalsRead(Watcher):
         model: torch.nn.Module,
         attached: Sequence[types.FunctionType],
     ) -> None:
-        self._attached = {id(function.__code__) for function in attached}
         self._packages, self._surroundings = packages, surroundings_of(model)
-        self.places = PlacesRead(self._surroundings)
+        self.places = PlacesRead(self._surroundings, attached)
         self.names: set[str] = set()
         self._members = {id(x) for x in (*model.modules(), *_torch.tensors.parameters_of(model), *model.buffers())}
         self._classes = _OF_TENSORS | {*map(id, map(type, model.modules()))}
@@ -173,7 +172,7 @@ class GlobalsRead(Watcher):
         if loads is None:
             return
         if loads.cells:
-            self._note_cells(frame, loads, of_user=id(code) in self._attached or not is_installed(code.co_filename))
+            self._note_cells(frame, loads)
         if loads.bases:
             self._note_bases(frame, loads.bases)
         if loads.first:
@@ -234,7 +233,8 @@ class GlobalsRead(Watcher):
             self.places.refuse(
                 f"the model looks itself up in {name}, a {type(value).__name__} by modules, tensors or types, in "
                 f"{line_of_frame(frame)}: what is traced, a copy, is not among them\n"
-                "What to change: keep what is there in attributes of the modules."
+                "What to change: keep what is there in attributes of the modules; a tool that only looks at a model is "
+                "given the plain one (with model.whole() as plain: ...)."
             )
 
     def _note_comparisons(self, frame: types.FrameType, loads: Loads) -> None:
@@ -290,8 +290,8 @@ class GlobalsRead(Watcher):
                 if may_change(default.read()) and not self._is_looked_after(default):
                     self.places.add_variable(default, f"the default of {name}", frame)
 
-    def _note_cells(self, frame: types.FrameType, loads: Loads, of_user: bool) -> None:
-        values = frame.f_locals
+    def _note_cells(self, frame: types.FrameType, loads: Loads) -> None:
+        values, is_users = frame.f_locals, self.places.is_users(frame.f_code)
         cells: dict[str, types.CellType] | None = None
         for name, *attributes in sorted(loads.cells):
             value = values.get(name, MISSING)
@@ -300,7 +300,7 @@ class GlobalsRead(Watcher):
                 self.names.add(looked_after)
             if looked_after or value is MISSING or name not in loads.bound and _is_of_trace(value):
                 continue
-            if not (of_user or may_be_state(value)):
+            if not (is_users or may_be_state(value)):
                 continue
             self._require_apart(name, value, frame, self._members)
             self._note_module(value, name, frame)
@@ -322,7 +322,7 @@ class GlobalsRead(Watcher):
             if is_link:
                 self.places.add_link((id(variable.owner), name), name, variable.read, variable)
             else:
-                self.places.add_variable(variable, name, frame, of_user)
+                self.places.add_variable(variable, name, frame)
 
     def _is_looked_after(self, variable: Variable, is_stored: bool = False) -> bool:
         """Whether a copy of the model has another value of a variable, which it reads unless it only binds it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -27,10 +27,11 @@ class PlacesRead:
 
     Args:
         surroundings: the variables around the model that are looked after.
+        attached: the functions that have been attached to it: what they have is the user's, whoever wrote them.
     """
 
-    def __init__(self, surroundings: Surroundings) -> None:
-        self._surroundings = surroundings
+    def __init__(self, surroundings: Surroundings, attached: Sequence[types.FunctionType]) -> None:
+        self._surroundings, self._attached = surroundings, {function.__code__ for function in attached}
         self._roots: dict[Hashable, Root] = {}
         self._links: dict[Hashable, tuple[str, Callable[[], Any], Variable | None]] = {}
         self._caches: list[Any] = []
@@ -42,10 +43,14 @@ class PlacesRead:
 
     # -- while functions run ----------------------------------------------------------------------------------------
 
-    def add_variable(self, variable: Variable, label: str, frame: types.FrameType, of_user: bool = False) -> None:
+    def is_users(self, code: types.CodeType) -> bool:
+        """Whether what a function has may be the user's, and no registry of an installed package."""
+        return not is_installed(code.co_filename) or code in self._attached
+
+    def add_variable(self, variable: Variable, label: str, frame: types.FrameType) -> None:
         """A place that is a variable."""
         key, find = (id(variable.owner), variable.name), partial(find_alone, variable)
-        self.add(key, label, variable.read, frame, variable.write, find, variable, of_user)
+        self.add(key, label, variable.read, frame, variable.write, find, variable)
 
     def add(
         self,
@@ -56,7 +61,6 @@ class PlacesRead:
         write: Callable[[Any], None] | None = None,
         find: Finder = find_nothing,
         variable: Variable | None = None,
-        of_user: bool = False,
     ) -> None:
         """A place that a function loads from.
 
@@ -66,7 +70,6 @@ class PlacesRead:
             write: puts back what was there.
             find: finds the variables that it is reached by.
             variable: where it is one itself.
-            of_user: whether the user has what is there, whoever wrote the function.
         """
         if key in self._roots:
             return
@@ -74,8 +77,8 @@ class PlacesRead:
         if isinstance(value, _CACHE):
             self._caches.append(value)
             return
-        of_user = of_user or not is_installed(frame.f_code.co_filename)
-        if isinstance(value, types.ModuleType) or not (of_user or may_be_state(value)):
+        is_users = self.is_users(frame.f_code)
+        if isinstance(value, types.ModuleType) or not (is_users or may_be_state(value)):
             return
         self.require_usable(label, value, frame, variable)
         if isinstance(value, Iterator):
@@ -86,7 +89,7 @@ class PlacesRead:
             )
             return
         self._roots[key] = Root(key, label, read, line_of_frame(frame), write, find, variable)
-        if not (of_user or is_plain(value)):
+        if not (is_users or is_plain(value)):
             self._registries.add(key)
 
     def add_link(self, key: Hashable, label: str, read: Callable[[], Any], variable: Variable | None = None) -> None:
@@ -100,7 +103,7 @@ class PlacesRead:
 
     def require_usable(self, label: str, value: Any, frame: types.FrameType, variable: Variable | None = None) -> None:
         """Refuses to use what no copy can be made of."""
-        if is_unusable(value) and not is_installed(frame.f_code.co_filename):
+        if is_unusable(value) and self.is_users(frame.f_code):
             self.refuse(str(refused_use(label, value, line_of_frame(frame))), variable)
 
     def now(self) -> dict[str, Any]:

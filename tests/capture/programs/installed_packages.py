@@ -52,6 +52,16 @@ def collected_by_layer(layer):
     layer.register_forward_hook(hook)
     return seen
 
+class Stats:
+    def __init__(self, layer, function):
+        self.stats = {"mean": []}
+        layer.register_forward_hook(self.make_hook(function))
+
+    def make_hook(self, function):
+        def hook(module, inputs, output):
+            self.stats["mean"].append(function(output))
+        return hook
+
 def decorated(function):
     gain = 1.0
     @functools.wraps(function)
@@ -145,6 +155,15 @@ def dict_that_a_package_fills(run: Run) -> None:
     _train(run, model, lambda gain: None)
     run.note("calls", seen["calls"])
     run.note("last", seen["last"])
+
+
+@loop()
+def object_that_a_hook_of_a_package_fills(run: Run) -> None:
+    """As timm's hooks of statistics."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    holder = PACKAGE["Stats"](model[0], lambda output: output.detach().mean())
+    _train(run, model, lambda gain: None)
+    run.note("stats", list(holder.stats["mean"]))
 
 
 @loop(refused="return what is collected", line=False)
