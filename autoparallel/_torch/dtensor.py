@@ -202,14 +202,15 @@ def operators_on_several() -> list[Any]:
 _OF_FORM_ALONE = ("is_same_size", "is_set_to", "result_type", "can_cast")
 
 
-def operators_without_sharding() -> list[Any]:
-    """The operators that make tensors of some, and of whose results torch has not been told how they lie."""
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    tables = [
-        getattr(propagator, f"op_{kind}", {}) for kind in ("to_rules", "strategy_funcs", "single_dim_strategy_funcs")
-    ]
+def pure_operators() -> list[Any]:
+    """The operators that make new tensors of some, and draw none."""
     names = [name for name in _names() if not name.endswith("_") and not name.startswith("_foreach_")]
-    return [x for x in operators_of(names) if _is_pure(x) and not any(x in table for table in tables)]
+    return [operator for operator in operators_of(names) if _is_pure(operator)]
+
+
+def is_unknown(error: Exception) -> bool:
+    """Whether an operator of ``DTensor``s raised because torch does not know how its results lie, as on all ranks."""
+    return isinstance(error, NotImplementedError) or "Sharding propagation failed" in str(error)
 
 
 def _is_pure(operator: Any) -> bool:

@@ -76,8 +76,8 @@ def view(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return operator(*args, **kwargs)
         try:
             result, is_gathered = operator(*args, **kwargs), False
-        except (RuntimeError, NotImplementedError):  # such as to take apart the dim that is cut
-            if all(p.is_replicate() for p in source.placements):
+        except RuntimeError as error:  # such as to take apart the dim that is cut
+            if all(p.is_replicate() for p in source.placements) and not _torch.dtensor.is_unknown(error):
                 raise
             result, is_gathered = operator(_torch.dtensor.gather(source), *rest, **kwargs), True
     if is_gathered:
@@ -209,9 +209,10 @@ def try_parts(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[
     """What an operator makes of ``DTensor``s, where torch may not know how they lie then: of whole ones, if so."""
     try:
         return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError as error:
         sources = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, DTensor)]
-        if any(map(lies_elsewhere, sources)) or not all(map(_can_gather, sources)):
+        can_gather = all(map(_can_gather, sources)) and not any(map(lies_elsewhere, sources))
+        if not (can_gather and _torch.dtensor.is_unknown(error)):
             raise
         return _of_wholes(operator, (tuple(args), dict(kwargs)))
 
@@ -339,7 +340,7 @@ def watch_writes() -> None:
 
 
 def watch_unknown() -> None:
-    """Has operators compute on whole tensors that torch has no sharding for, and those whose sharding is wrong; what
-    else handles one comes first."""
+    """Has operators compute on whole tensors where torch has no sharding for them, and those whose sharding is wrong;
+    what else handles one comes first."""
     _torch.dtensor.handle_first(_CONVOLVING, convolve)
-    _torch.dtensor.handle_first(_torch.dtensor.operators_without_sharding(), try_parts)
+    _torch.dtensor.handle_first(_torch.dtensor.pure_operators(), try_parts)
