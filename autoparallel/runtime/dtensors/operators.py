@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.runtime.dtensors.draws import watch_draws
@@ -22,6 +23,7 @@ from autoparallel.runtime.dtensors.values import watch_values
 from autoparallel.runtime.dtensors.writes import watch_unknown, watch_writes
 from autoparallel.runtime.parameters.hooks import is_compiled
 from autoparallel.runtime.parameters.state import copy_parameter
+from autoparallel.runtime.ranks.agreement import agreement_over
 from autoparallel.runtime.ranks.files import watch_files
 
 _ATEN = torch.ops.aten
@@ -104,8 +106,11 @@ def take_strides(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mappi
         ) from error
 
 
-def refuse_sending(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
-    """Raises RuntimeError: a rank's part of a tensor is no other rank's part of it."""
+def refuse_sending(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Raises RuntimeError for a tensor on the mesh of a model: a rank's part of it is no other rank's."""
+    sent = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, DTensor)]
+    if not any(agreement_over(x.device_mesh) for x in sent):
+        return _torch.dtensor.carry_out(None, operator, args, kwargs)
     raise RuntimeError(
         f"{operator} sends a DTensor, which lies across the ranks, as dist.all_reduce(p.grad) and dist.broadcast(p, 0) "
         "do\nWhat to change: leave it out: gradients are those of the whole batch, and parameters are one model's on "

@@ -160,7 +160,7 @@ def _gradient(step: int, value: torch.Tensor) -> torch.Tensor:
     if step == 2:
         squares = value.square()
         return torch.cat([value[:2], value[2:] * -(squares[:2].sum() / squares[2:].sum())])
-    return value.flip(0).abs() * size * (1, 1, 0, 30, -0.1)[step]
+    return value.flip(0) * size * (1, 1, 0, 30, -0.1)[step]
 
 
 def numbers_in(group: dict[str, Any]) -> dict[str, Any]:
