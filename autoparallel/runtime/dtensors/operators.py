@@ -56,7 +56,11 @@ def copy_deeply(tensor: Tensor, memo: dict[int, Any]) -> Any:
     Torch would copy memory that others share, as gradients do which are reduced together."""
     if id(tensor) in memo or not tensor.is_leaf or isinstance(tensor, nn.Parameter) and not is_compiled(tensor):
         return Tensor.__deepcopy__(tensor, memo)
-    copied = copy_parameter(tensor) if is_compiled(tensor) else tensor.detach().clone()
+    if is_compiled(tensor):
+        copied: Tensor = copy_parameter(tensor)
+    else:
+        spec = _torch.dtensor.spec_of(tensor)  # type: ignore[arg-type]
+        copied = _torch.dtensor.wrap_local(_torch.dtensor.local_of(tensor).clone(), spec)
     memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
     if tensor.grad is not None and not is_compiled(tensor):
         copied.grad = copy_deeply(tensor.grad, memo)
