@@ -254,8 +254,16 @@ _OF_FORM = (
 
 def operators_of(names: Iterable[str]) -> list[Any]:
     """The operators of some names, but for those that are given where to write."""
-    packets = [getattr(torch.ops.aten, name) for name in names]
-    return [getattr(packet, kind) for packet in packets for kind in packet.overloads() if not kind.endswith("out")]
+    return [operator for name in names for operator in _overloads_of(name) if not _is_given_outs(operator)]
+
+
+def _overloads_of(name: str) -> list[Any]:
+    packet = getattr(torch.ops.aten, name)
+    return [getattr(packet, kind) for kind in packet.overloads()]
+
+
+def _is_given_outs(operator: Any) -> bool:
+    return any(argument.is_out for argument in operator._schema.arguments)
 
 
 @cache
@@ -272,8 +280,7 @@ def writing_operators() -> dict[Any, Any]:
 
 def _outs_of(name: str) -> list[Any]:
     """The operators of a name that are given where to write."""
-    packet = getattr(torch.ops.aten, name)
-    return [getattr(packet, kind) for kind in packet.overloads() if kind.endswith("out")]
+    return [operator for operator in _overloads_of(name) if _is_given_outs(operator)]
 
 
 def _operands(operator: Any) -> tuple[tuple[str, str], ...]:
