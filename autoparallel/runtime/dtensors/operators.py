@@ -112,8 +112,8 @@ def take_strides(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mappi
 
 def refuse_sending(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Raises RuntimeError for a tensor on the mesh of a model: a rank's part of it is no other rank's."""
-    sent = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, DTensor)]
-    if not any(agreement_over(x.device_mesh) for x in sent):
+    dtensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, DTensor)]
+    if not any(agreement_over(x.device_mesh) for x in dtensors):
         return _torch.dtensor.carry_out(None, operator, args, kwargs)
     raise RuntimeError(
         f"{operator} sends a DTensor, which lies across the ranks, as dist.all_reduce(p.grad) and dist.broadcast(p, 0) "
