@@ -38,7 +38,7 @@ from autoparallel.capture.python.observed_classes import is_observed
 from autoparallel.capture.python.places_read import PlacesRead, find_alone, may_be_state
 from autoparallel.capture.python.profilers import Suspended, Watcher, resume
 from autoparallel.capture.python.roots import Finder, attribute_of, find_nothing, holds_settings
-from autoparallel.capture.python.running_functions import cells_of_frame, functions_before
+from autoparallel.capture.python.running_functions import Closures, functions_before
 from autoparallel.graph.errors import CaptureError, refused_draw
 from autoparallel.graph.garbage import collected_rarely, count_as_old
 from autoparallel.graph.lines import line_of_frame
@@ -104,7 +104,7 @@ class GlobalsRead(Watcher):
         self._owners: dict[int, tuple[Any, Finder]] = {id(owner): (owner, find) for owner, find in owners}
         arguments = [x for function in held_by(model, partial) for x in arguments_of(function)]
         self._arguments = [(x.read(), x) for x in arguments if may_change(x.read())]
-        self._closures: set[Hashable] = set()
+        self._closures, self._held = Closures(), set[Hashable]()
         self._new_modules: set[int] = set()
         self.draws = Draws()  # also of a run that does not begin
         self.shown: dict[str, str] = {}
@@ -114,7 +114,7 @@ class GlobalsRead(Watcher):
         self._before = sys.getprofile()
         self._uncollected = collected_rarely(0)  # nothing that a garbage collection calls runs for the model
         self._uncollected.__enter__()
-        count_as_old()  # so that what is young is little (see _OBJECTS)
+        count_as_old()  # so that what is young is little (see Closures)
         self._suspended = Suspended()
         self._suspended.__enter__()
         sys.setprofile(self._hook)
@@ -312,10 +312,10 @@ class GlobalsRead(Watcher):
                 self._add_chain(name, value, tuple(attributes), frame, find)
             if cells is None:
                 held = id(frame.f_code), tuple([id(values.get(n)) for n in frame.f_code.co_freevars])
-                if held in self._closures:
+                if held in self._held:
                     return
-                self._closures.add(held)
-                cells = cells_of_frame(frame.f_code, values)
+                self._held.add(held)
+                cells = self._closures.cells_of(frame.f_code, values)
             variable = Cell(cells[name], name) if name in cells else None
             if variable is None or self._is_looked_after(variable, name in loads.stored):
                 continue

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoparallel.runtime.dtensors.stages import as_gradient
+from autoparallel.runtime.dtensors.stages import as_gradient, everywhere
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
 
 
@@ -20,7 +24,7 @@ class OverMesh(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        local: torch.Tensor,
+        local: Tensor,
         mesh: DeviceMesh,
         placements: Sequence[Placement],
         shape: torch.Size | None = None,
@@ -31,7 +35,7 @@ class OverMesh(torch.autograd.Function):
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         (grad,) = grads
         local = None
         if grad is not None:
@@ -39,7 +43,7 @@ class OverMesh(torch.autograd.Function):
         return local, None, None, None, None
 
 
-def over_mesh(gradient: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def over_mesh(gradient: Tensor, mesh: DeviceMesh) -> DTensor:
     """The gradient of a ``DTensor``, also where a script gives a plain one.
 
     Raises:
@@ -50,3 +54,21 @@ def over_mesh(gradient: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     if agreement_over(mesh) is not None:
         agree_on(mesh, "the backward of a DTensor takes a plain gradient", tensor_digest(gradient.detach()))
     return as_gradient(gradient, mesh)
+
+
+def keep_kinds(operands: Any) -> None:
+    """Has gradients of plain tensors be plain, and those of ``DTensor``s ``DTensor``s, where an operator takes both: a
+    plain loss and a penalty of parameters, which are numbers."""
+    if torch.is_grad_enabled():
+        for x in pytree.tree_leaves(operands):
+            if isinstance(x, Tensor) and x.requires_grad and x not in _KEPT and not (isinstance(x, DTensor) and x.ndim):
+                x.register_hook(partial(as_gradient, mesh=x.device_mesh) if isinstance(x, DTensor) else _as_plain)
+                if x.is_leaf:  # which every step meets again
+                    _KEPT[x] = None
+
+
+_KEPT: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _as_plain(gradient: Tensor) -> Tensor:
+    return everywhere(gradient).full_tensor() if isinstance(gradient, DTensor) else gradient

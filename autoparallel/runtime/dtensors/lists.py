@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.runtime.dtensors.boundary import keep_kinds
 from autoparallel.runtime.dtensors.mixed import lay_operands
 from autoparallel.runtime.dtensors.stages import is_any_stage
-from autoparallel.runtime.dtensors.writes import keep, keep_kinds
+from autoparallel.runtime.dtensors.writes import keep
 from autoparallel.runtime.parameters.parts import note_changes, origin_of
 from autoparallel.runtime.parameters.slices import is_summed, lies_elsewhere
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest

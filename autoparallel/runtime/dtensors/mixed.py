@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.runtime.dtensors.boundary import over_mesh
+from autoparallel.runtime.dtensors.boundary import keep_kinds, over_mesh
 from autoparallel.runtime.dtensors.stages import meet
-from autoparallel.runtime.dtensors.writes import keep_kinds
 from autoparallel.runtime.parameters.slices import lies_elsewhere
 from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
 

@@ -20,7 +20,8 @@ from autoparallel.runtime.dtensors.mixed import watch_operands
 from autoparallel.runtime.dtensors.outs import watch_outs
 from autoparallel.runtime.dtensors.stages import require_here
 from autoparallel.runtime.dtensors.values import watch_values
-from autoparallel.runtime.dtensors.writes import watch_unknown, watch_writes
+from autoparallel.runtime.dtensors.wholes import watch_reads, watch_unknown
+from autoparallel.runtime.dtensors.writes import watch_writes
 from autoparallel.runtime.parameters.hooks import is_compiled
 from autoparallel.runtime.parameters.state import copy_parameter
 from autoparallel.runtime.ranks.agreement import agreement_over
@@ -35,6 +36,7 @@ def handle_operators() -> None:
     watch_draws()
     watch_values()
     watch_writes()
+    watch_reads()
     watch_files()
     _torch.dtensor.set_methods(__deepcopy__=copy_deeply)
     watch_outs()

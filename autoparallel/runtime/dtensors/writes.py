@@ -12,19 +12,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoparallel import _torch
-from autoparallel.runtime.dtensors.stages import as_gradient, everywhere, meet
+from autoparallel.runtime.dtensors.boundary import keep_kinds
+from autoparallel.runtime.dtensors.stages import everywhere, meet
 from autoparallel.runtime.dtensors.values import plain_values
+from autoparallel.runtime.dtensors.wholes import can_gather, require_same
 from autoparallel.runtime.parameters.parts import (
     Origin,
     forget_origin,
@@ -35,7 +34,6 @@ from autoparallel.runtime.parameters.parts import (
 )
 from autoparallel.runtime.parameters.slices import is_summed, lies_elsewhere, share_of
 from autoparallel.runtime.parameters.state import shares_parameter
-from autoparallel.runtime.ranks.agreement import agree_on, agreement_over, tensor_digest
 
 _ATEN = torch.ops.aten
 _VIEWS = (
@@ -51,21 +49,6 @@ _INDEXED = (
     "scatter_add_", "scatter_reduce_",
 )  # fmt: skip
 """The operators that write to places which indices name: those of the whole tensor, which torch takes for a part's."""
-
-_SELECTING = (
-    _ATEN.index.Tensor, _ATEN.index_select.default, _ATEN.gather.default, _ATEN.index_put.default,
-    _ATEN.index_add.default, _ATEN.scatter_add.default,
-)  # fmt: skip
-"""What reads at places which indices name, and the backwards of it."""
-
-_MEASURING = (
-    "_cdist_forward", "_histogramdd_from_bin_cts", "_is_all_true", "_pdist_forward", "_unique2", "allclose", "bincount",
-    "bucketize", "histc", "histogram", "masked_select", "nonzero", "renorm", "searchsorted", "unique_consecutive",
-    "unique_dim", "unique_dim_consecutive",
-)  # fmt: skip
-"""What scripts measure of a whole tensor, and torch cannot of its parts."""
-
-_CONVOLVING = (_ATEN.convolution.default, _ATEN.convolution_backward.default)
 
 
 def view(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -114,18 +97,18 @@ def write(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str,
         keep_kinds(args[1:])
         args, kwargs = together
     origin = origin_of(target)
-    if origin is None and not (_is_lost(operator.overloadpacket.__name__, target) and _can_gather(target)):
+    if origin is None and not (_is_lost(operator.overloadpacket.__name__, target) and can_gather(target)):
         try:
             result = _torch.dtensor.carry_out(earlier, operator, args, kwargs)
             note_changes([target])
             return result
         except (RuntimeError, NotImplementedError):
-            if not _can_gather(target):
+            if not can_gather(target):
                 raise
     if lies_elsewhere(target):
         return target
     origin = origin or Origin(target)
-    _require_same(target.device_mesh, f"plain tensors are written to a DTensor by {operator}", (args[1:], kwargs))
+    require_same(target.device_mesh, f"plain tensors are written to a DTensor by {operator}", (args[1:], kwargs))
     rest, named = pytree.tree_map_only(DTensor, _torch.dtensor.gather, (args[1:], dict(kwargs)))
     whole = _torch.dtensor.gather(origin.base)
     part = origin.follow(whole)
@@ -162,81 +145,6 @@ def _write_plain(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return operator(args[0], *rest, **named)
 
 
-def keep_kinds(operands: Any) -> None:
-    """Has gradients of plain tensors be plain, and those of ``DTensor``s ``DTensor``s, where an operator takes both: a
-    plain loss and a penalty of parameters, which are numbers."""
-    if torch.is_grad_enabled():
-        for x in pytree.tree_leaves(operands):
-            if isinstance(x, Tensor) and x.requires_grad and x not in _KEPT and not (isinstance(x, DTensor) and x.ndim):
-                x.register_hook(partial(as_gradient, mesh=x.device_mesh) if isinstance(x, DTensor) else _to_plain)
-                if x.is_leaf:  # which every step meets again
-                    _KEPT[x] = None
-
-
-_KEPT: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def _to_plain(gradient: Tensor) -> Tensor:
-    return everywhere(gradient).full_tensor() if isinstance(gradient, DTensor) else gradient
-
-
-def read_whole(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator reads of ``DTensor``s that torch cannot read of their parts, as what stands at plain indices
-    (``weight[[1, 0]]``), or how many values there are (``weight.unique()``): every rank has all of them.
-
-    Raises:
-        RankMismatchError: on every rank, where plain tensors that it reads are not the same on all of them.
-    """
-    operands: Any = tuple(args), dict(kwargs)
-    tensors = [x for x in pytree.tree_leaves(operands) if isinstance(x, Tensor)]
-    sources = [x for x in tensors if isinstance(x, DTensor)]
-    mesh, can_gather = sources[0].device_mesh, all(map(_can_gather, sources))
-    if can_gather and any(map(lies_elsewhere, sources)):  # what comes of it lies there, too
-        operands = pytree.tree_map_only(
-            Tensor, lambda x: x if isinstance(x, DTensor) else _torch.dtensor.replicated(x, mesh), operands
-        )
-        return _torch.dtensor.carry_out(earlier, operator, *operands)
-    if len(sources) == len(tensors) or not can_gather:
-        try:
-            return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
-        except (RuntimeError, NotImplementedError):
-            if not can_gather:
-                raise
-    return _of_wholes(operator, operands)
-
-
-def try_parts(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator makes of ``DTensor``s, where torch may not know how they lie then: of whole ones, if so."""
-    try:
-        return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
-    except RuntimeError as error:
-        sources = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, DTensor)]
-        can_gather = all(map(_can_gather, sources)) and not any(map(lies_elsewhere, sources))
-        if not (can_gather and _torch.dtensor.is_unknown(error)):
-            raise
-        return _of_wholes(operator, (tuple(args), dict(kwargs)))
-
-
-def convolve(earlier: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a convolution makes of whole tensors; torch's of parts is that of one part after the other, in silence,
-    where a batch, a kernel or a length is cut."""
-    operands: Any = tuple(args), dict(kwargs)
-    tensors = [x for x in pytree.tree_leaves(operands) if isinstance(x, Tensor)]
-    sources = [x for x in tensors if isinstance(x, DTensor)]
-    if any(map(lies_elsewhere, sources)) or not all(map(_can_gather, sources)):
-        return _torch.dtensor.carry_out(earlier, operator, args, kwargs)
-    keep_kinds([x for x in tensors if not isinstance(x, DTensor)])
-    return _of_wholes(operator, operands)
-
-
-def _of_wholes(operator: Any, operands: Any) -> Any:
-    """What an operator makes of whole tensors, which all ranks have then."""
-    mesh = next(x.device_mesh for x in pytree.tree_leaves(operands) if isinstance(x, DTensor))
-    _require_same(mesh, f"{operator} reads a DTensor and plain tensors", operands)
-    wholes, named = pytree.tree_map_only(DTensor, _torch.dtensor.gather, operands)
-    return pytree.tree_map_only(Tensor, lambda x: _torch.dtensor.replicated(x, mesh), operator(*wholes, **named))
-
-
 def _is_lost(name: str, target: Tensor) -> bool:
     """Whether torch writes something else than meant, without a word: by indices to a part, a number to a summand."""
     return name in _INDEXED or name == "fill_" and isinstance(target, DTensor) and is_summed(target)
@@ -259,7 +167,7 @@ def assign(earlier: Any, target: DTensor, value: Any) -> None:
         ValueError: for a value that is of another kind, and for a tensor that has no memory yet.
         RankMismatchError: on every rank, where they assign plain tensors that are not the same.
     """
-    if not (isinstance(value, Tensor) and _can_gather(target)):
+    if not (isinstance(value, Tensor) and can_gather(target)):
         earlier(target, value)
         return
     spec, local = _torch.dtensor.spec_of(target), _torch.dtensor.local_of(target)
@@ -312,18 +220,6 @@ def _lies_alike(value: DTensor, target: DTensor) -> bool:
     )
 
 
-def _can_gather(target: Tensor) -> bool:
-    """Whether a tensor lies on a mesh that models are compiled for."""
-    return isinstance(target, DTensor) and agreement_over(target.device_mesh) is not None
-
-
-def _require_same(mesh: DeviceMesh, what: str, operands: Any) -> None:
-    """Raises where plain tensors, of which nobody knows that all ranks have the same, are not the same."""
-    tensors = [x for x in pytree.tree_leaves(operands) if isinstance(x, Tensor) and not isinstance(x, DTensor)]
-    if tensors:
-        agree_on(mesh, what, *map(tensor_digest, tensors))
-
-
 def _is_cut_alike(part: DTensor, source: DTensor) -> bool:
     """Whether what is written to a view of a rank's part is written to that of the view."""
     a, b = (_torch.tensors.storage_mark(_torch.dtensor.local_of(x)) for x in (part, source))
@@ -331,16 +227,7 @@ def _is_cut_alike(part: DTensor, source: DTensor) -> bool:
 
 
 def watch_writes() -> None:
-    """Has views followed, and writes carried out that torch cannot make on parts or summands; and what is read of
-    the whole."""
+    """Has views followed, and writes carried out that torch cannot make on parts or summands."""
     _torch.dtensor.handle_assignments(assign)
     _torch.dtensor.handle_operators(_VIEWS, view)
     _torch.dtensor.handle_first(_torch.dtensor.operators_of(_torch.dtensor.names_in_place()), write)
-    _torch.dtensor.handle_first((*_SELECTING, *_torch.dtensor.operators_of(_MEASURING)), read_whole)
-
-
-def watch_unknown() -> None:
-    """Has operators compute on whole tensors where torch has no sharding for them, and those whose sharding is wrong;
-    what else handles one comes first."""
-    _torch.dtensor.handle_first(_CONVOLVING, convolve)
-    _torch.dtensor.handle_first(_torch.dtensor.pure_operators(), try_parts)
