@@ -21,6 +21,10 @@ After:
     detach = aten.detach(linear);  add_ = aten.add_(ema, detach)
     mul = aten.mul(linear, add_)
 
+``x.detach_()`` gives what reads x from there on a tensor of its own, if nothing else shares x's memory any more:
+    mul = aten.mul(x, w);  detach_ = aten.detach_(mul);  add_ = aten.add_(mul, 1)
+    mul = aten.mul(x, w);  detach = aten.detach(mul);  clone = aten.clone(detach);  add_ = aten.add_(clone, 1)
+
 Decomposing makes views anew of what is written through them, and would detach it once more.  So where something that
 carries a gradient is written through ``detach()`` of what carries none, that becomes a plain view, and it is the latter
 that is read detached from there on:
@@ -196,9 +200,33 @@ class _Walk:
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
-            if node.op == "call_function":
+            if node.op == "call_function" and not self._cut(node):
                 self._visit(node, *self.modes[node])
         self._require_unread()
+
+    def _cut(self, node: fx.Node) -> bool:
+        """Has what reads ``x`` behind ``x.detach_()`` read a tensor of its own, where nothing else shares x's memory
+        any more; whether that was done."""
+        if node.target is not torch.ops.aten.detach_.default:
+            return False
+        target = node.all_input_nodes[0]
+        roots, enabled_in = self.roots[target], self.modes[node]
+        readers = [user for user in target.users if user > node]
+        others = [x for x, owners in self.roots.items() if x is not target and owners & roots]
+        if not self._carries_trained(target) or any(x.op == "placeholder" or x in self.tied for x in roots):
+            return False
+        if any(user > node for x in others for user in x.users):
+            return False
+        with self.graph.inserting_before(node):
+            detached = self.graph.call_function(torch.ops.aten.detach.default, (target,))
+            copied = self.graph.call_function(torch.ops.aten.clone.default, (detached,))
+        for new in (detached, copied):
+            new.meta = {"val": node.meta["val"], **marks_of(node)}
+            self._visit(new, *enabled_in)
+        for user in readers:
+            user.replace_input_with(target, copied)
+        replace_node(node, copied)
+        return True
 
     def _visit(self, node: fx.Node, enabled: bool, region: int) -> None:
         shared, written = _aliases(node)

@@ -48,6 +48,27 @@ def test_what_is_detached_carries_the_gradient_that_is_written_to_it() -> None:
     assert out.all_input_nodes == [add, seen] and seen.args == between.args
 
 
+class _DetachesInPlace(nn.Module):
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        h = x * w
+        before = h + w
+        h.detach_().add_(1)
+        return before * h
+
+
+def test_what_is_detached_in_place_becomes_a_tensor_of_its_own() -> None:
+    program = export(_DetachesInPlace(), (torch.ones(2), torch.ones(2)), strict=False)
+    inline_gradient_modes(program.graph_module, {"w"})
+    program.graph.lint()
+    mul, before, detach, clone, add, out = [n for n in program.graph.nodes if n.op == "call_function"]
+    assert [str(n.target) for n in (mul, before, detach, clone, add, out)] == [
+        "aten.mul.Tensor", "aten.add.Tensor", "aten.detach.default", "aten.clone.default", "aten.add_.Tensor",
+        "aten.mul.Tensor",
+    ]  # fmt: skip
+    assert [n.args[0] for n in (before, detach, clone, add)] == [mul, mul, detach, clone]
+    assert out.args == (before, add)
+
+
 class _ChangesItsParameter(nn.Module):
     def __init__(self) -> None:
         super().__init__()

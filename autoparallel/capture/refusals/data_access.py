@@ -38,9 +38,15 @@ _VIEWS = frozenset((
 _IN_PLACE = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__"))
 
 
+_OF_ITSELF = (
+    "detach_", "requires_grad_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_",
+)  # fmt: skip
+"""What changes a tensor itself, and nothing in its memory."""
+
+
 def is_write(name: str) -> bool:
     """Whether a function of torch of this name writes to its first argument."""
-    return name in _IN_PLACE or name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    return name in _IN_PLACE or name.endswith("_") and not name.endswith("__") and name not in _OF_ITSELF
 
 
 def is_view(name: str) -> bool:

@@ -298,20 +298,6 @@ class PowerIteration(nn.Module):
         return F.linear(x, self.weight / sigma)
 
 
-@program(refused="x.detach")
-class DetachInPlace(nn.Module):
-    """``detach_`` cuts the tensor itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        h.detach_()  # refused
-        return self.b(h)
-
-
 @program()
 class RequiresGradInside(nn.Module):
     """Gradients of an input are asked for inside forward: an energy's force."""
