@@ -21,6 +21,8 @@ _CHECKS_OF_TORCH = f"{_torch.export.FOLDER}distributions/"
 CONTEXT_MANAGER = contextlib.contextmanager(iter).__code__
 """The function that ``contextmanager`` makes of one that yields."""
 
+_GO_ON = (ast.Return, ast.Break, ast.Continue)
+
 _ASKED_BY_PYTHON = ("__next__", "__getitem__", "__getattr__")
 """Methods whose errors tell Python something: that a loop is over, or that there is no such attribute."""
 
@@ -67,7 +69,22 @@ def is_caught(frame: FrameType) -> bool:
 
 def is_taken(path: Sequence[ast.AST], names: Mapping[str, Any]) -> bool:
     """Whether a statement of a path may catch the errors of what it is around."""
-    return any(isinstance(x, ast.Try | ast.TryStar) or not lets_pass(x, names) for x in catching(path))
+    return any(
+        not (raises_again(x) if isinstance(x, ast.Try | ast.TryStar) else lets_pass(x, names)) for x in catching(path)
+    )
+
+
+def raises_again(statement: ast.Try | ast.TryStar) -> bool:
+    """Whether whatever its handlers catch ends in an error, as where they say more of it (``raise ... from e``)."""
+    return all(
+        isinstance(handler.body[-1], ast.Raise) and not any(isinstance(x, _GO_ON) for x in own_nodes(handler))
+        for handler in statement.handlers
+    ) and not goes_on(statement)
+
+
+def goes_on(statement: ast.Try | ast.TryStar) -> bool:
+    """Whether an error is lost at its end (``finally: return``)."""
+    return any(isinstance(x, _GO_ON) for end in statement.finalbody for x in ast.walk(end))
 
 
 def lets_pass(statement: ast.With | ast.AsyncWith, names: Mapping[str, Any]) -> bool:
@@ -102,25 +119,28 @@ def lets_errors_out(manager: Any, is_called: bool) -> bool:
     """
     if is_transparent(manager):
         return True
+    if getattr(manager, "__code__", None) is not CONTEXT_MANAGER:
+        made = manager if is_called else type(manager)
+        classes = made.__mro__ if is_called == isinstance(manager, type) else ()
+        return _returns_nothing([vars(x)["__exit__"] for x in classes if "__exit__" in vars(x)])
     plain = getattr(manager, "__wrapped__", None)
-    is_generator = getattr(manager, "__code__", None) is CONTEXT_MANAGER
-    if not is_generator and is_called == isinstance(manager, type):
-        plain = getattr(manager if is_called else type(manager), "__exit__", None)
     if not isinstance(plain, FunctionType) or (definition := source_of(plain.__code__)) is None:
         return False
     nodes = [*own_nodes(definition)]
-    if not is_generator:
-        returned = [x.value for x in nodes if isinstance(x, ast.Return)]
-        return all(x is None or isinstance(x, ast.Constant) and not x.value for x in returned)
-    goes_on = any(
-        isinstance(x, ast.Return | ast.Break | ast.Continue)
-        for node in nodes
-        if isinstance(node, ast.Try | ast.TryStar)
-        for end in node.finalbody
-        for x in ast.walk(end)
-    )
+    is_lost = any(goes_on(node) for node in nodes if isinstance(node, ast.Try | ast.TryStar))
     places = [place for x in nodes if isinstance(x, ast.Yield) and (place := place_of(x)) is not None]
-    return not goes_on and not any(is_taken(path_to(definition, x), plain.__globals__) for x in places)
+    return not is_lost and not any(is_taken(path_to(definition, x), plain.__globals__) for x in places)
+
+
+def _returns_nothing(methods: Sequence[Any]) -> bool:
+    """Whether an ``__exit__`` returns nothing, or what that of the next class in line does, which returns nothing."""
+    if not methods or not isinstance(methods[0], FunctionType):
+        return False
+    definition = source_of(methods[0].__code__)
+    returned = [] if definition is None else [x.value for x in own_nodes(definition) if isinstance(x, ast.Return)]
+    other = [x for x in returned if not (x is None or isinstance(x, ast.Constant) and not x.value)]
+    is_next = all(isinstance(x, ast.Call) and ast.unparse(x.func) == "super().__exit__" for x in other)
+    return definition is not None and is_next and (not other or _returns_nothing(methods[1:]))
 
 
 def own_nodes(function: ast.AST) -> Iterator[ast.AST]:

@@ -239,3 +239,54 @@ type = 3.0  # as a script calls what it is asked for
 class ReadsAGlobalOfThatName(Two):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x)) * type
+
+
+class Stack:
+    """A context, as those of pyro, that leaves it to its base whether it takes errors; that does not."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            return
+
+
+class Plate(Stack):
+    def __exit__(self, *args: Any) -> None:
+        return super().__exit__(*args)
+
+
+class LosesThem(Kept):
+    def __exit__(self, *args: Any) -> bool:
+        return super().__exit__(*args)
+
+
+@program(batch=signed, ranks=True)
+class ChecksThatAreSaidMoreOf(Two):
+    """Checks of values are left out where all that is caught is raised again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            with Plate():
+                h = self.a(x)
+                if not h.isfinite().all():
+                    raise ValueError("not finite")
+        except ValueError as error:
+            if x.ndim == 3:
+                raise TypeError("in three dims") from error
+            raise ValueError(f"{error} in the first layer") from error
+        return self.b(h)
+
+
+@program(batch=signed)
+class ChecksThatAContextTakes(Two):
+    """Both ways are taken where a context loses the error."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with LosesThem():
+            if h.sum() > 0:
+                raise ValueError("positive")
+            h = h * 2
+        return self.b(h)
