@@ -120,8 +120,8 @@ def lets_errors_out(manager: Any, is_called: bool) -> bool:
     if is_transparent(manager):
         return True
     if getattr(manager, "__code__", None) is not CONTEXT_MANAGER:
-        made = manager if is_called else type(manager)
-        classes = made.__mro__ if is_called == isinstance(manager, type) else ()
+        kind = manager if is_called else type(manager)
+        classes = kind.__mro__ if is_called == isinstance(manager, type) else ()
         return _returns_nothing([vars(x)["__exit__"] for x in classes if "__exit__" in vars(x)])
     plain = getattr(manager, "__wrapped__", None)
     if not isinstance(plain, FunctionType) or (definition := source_of(plain.__code__)) is None:
