@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -31,6 +31,33 @@ GET_GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 GET_GRAD = vars(torch._C.TensorBase)["grad"].__get__
 SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 """What a mode sees where a tensor's ``grad_fn`` or ``grad`` is read, and where its ``requires_grad`` is set."""
+
+
+_OF_AUTOGRAD = tuple(
+    getattr(torch._C.DispatchKey, name) for name in ("AutogradCPU", "AutogradCUDA", "AutogradMeta", "AutogradOther")
+)
+
+
+@contextmanager
+def below_autograd(operators: Collection[torch._ops.OpOverload]) -> Iterator[None]:
+    """Inside, operators are run without their own kernels for autograd, where Python's dispatcher chooses them: a trace
+    has the operators then, and not what such a kernel is made of, whose own backward it would lose."""
+
+    def run_below(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*args, **kwargs)
+
+    before = {operator: dict(operator.py_kernels) for operator in operators}
+    try:
+        for operator in operators:
+            operator.py_kernels.update(dict.fromkeys(_OF_AUTOGRAD, partial(run_below, operator)))
+            operator._dispatch_cache.clear()
+        yield
+    finally:
+        for operator, kernels in before.items():
+            operator.py_kernels.clear()
+            operator.py_kernels.update(kernels)
+            operator._dispatch_cache.clear()
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

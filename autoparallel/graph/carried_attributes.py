@@ -80,9 +80,9 @@ def _form_of(value: Any) -> Any:
 
 def may_be_carried(value: Any) -> bool:
     """Whether a call can be given a value: nothing, a bool, a number, which may be open, a string, an enum, a dtype, or
-    a tensor without gradient."""
+    a tensor that is no parameter."""
     if isinstance(value, torch.Tensor):
-        return not value.requires_grad
+        return not isinstance(value, torch.nn.Parameter)
     return isinstance(value, OPEN) or is_plain(value) and not (type(value) is int and abs(value) >= _LARGEST)
 
 
@@ -118,7 +118,9 @@ def by_label(values: Mapping[str, Any]) -> dict[str, Any]:
 def describe_attributes(argument: tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]) -> list[InputSpec | Any]:
     """The inputs that attributes are, as a call is given them; none has the batch as its first dim."""
     return [
-        InputSpec(tuple(x.shape), x.dtype, False, 0, is_number=is_number) if isinstance(x, torch.Tensor) else x
+        InputSpec(tuple(x.shape), x.dtype, x.requires_grad, 0, is_number=is_number)
+        if isinstance(x, torch.Tensor)
+        else x
         for values, is_number in zip(argument, (True, False), strict=True)
         for x in values.values()
         if not isinstance(x, _Constant)

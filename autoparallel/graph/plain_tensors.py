@@ -10,6 +10,7 @@ import copy
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -133,15 +134,30 @@ def stand_in(tensor: torch.Tensor, memo: dict[int, Any], device: str) -> torch.T
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if tensor.is_cpu else device)
 
 
-def trained_attributes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The attributes whose tensors are parameters, or trained, although no optimizer of the model's parameters sees
-    them, with where the tensor is."""
-    trained = [
-        place
-        for place, tensor in tensors.items()
-        if (tensor.requires_grad or isinstance(tensor, nn.Parameter)) and tensor not in REPLACED
-    ]
-    return {re.split(r"\[", place)[0]: place for place in reversed(trained)}
+@dataclass(frozen=True)
+class TrainedAttribute:
+    """An attribute that holds a tensor with a gradient, which no optimizer of the model's parameters sees.
+
+    Attributes:
+        place: where the tensor is.
+        results: by where they are, what has been computed of others, as by an earlier call; empty where the attribute
+            holds a parameter, too.
+    """
+
+    place: str
+    results: Mapping[str, torch.Tensor]
+
+
+def trained_attributes(tensors: Mapping[str, torch.Tensor]) -> dict[str, TrainedAttribute]:
+    """The attributes that hold tensors with a gradient."""
+    trained: dict[str, dict[str, torch.Tensor]] = {}
+    for place, tensor in tensors.items():
+        if (tensor.requires_grad or isinstance(tensor, nn.Parameter)) and tensor not in REPLACED:
+            trained.setdefault(re.split(r"\[", place)[0], {})[place] = tensor
+    return {
+        label: TrainedAttribute(next(iter(held)), held if all(x.grad_fn is not None for x in held.values()) else {})
+        for label, held in trained.items()
+    }
 
 
 def _held_in(

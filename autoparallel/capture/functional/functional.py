@@ -62,7 +62,8 @@ def make_functional(program: ExportedProgram) -> ExportedProgram:
         for node in program.graph.find_nodes(op="placeholder"):
             _torch.export.forget_constant(node.meta["val"])
         _name_once(program)
-        return restore_errors(program.run_decompositions(compositions(program.graph_module)))
+        with _torch.autograd.below_autograd(_of_users(program.graph_module)):
+            return restore_errors(program.run_decompositions(compositions(program.graph_module)))
     give_last_values(program)
     _take_apart(program.graph, [node for node in program.graph.nodes if _is_composed_of_views(node.target)])
     _share_sizes(program)
@@ -83,6 +84,14 @@ def _name_once(program: ExportedProgram) -> None:
             replace_node(node, first)
             specs.remove(spec)
             del held[target]
+
+
+def _of_users(module: fx.GraphModule) -> set[torch._ops.OpOverload]:
+    """The operators that graphs call which are of others than torch, and not composed of its operators."""
+    graphs = [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]
+    targets = (node.target for graph in graphs for node in graph.nodes)
+    called = {target for target in targets if isinstance(target, torch._ops.OpOverload)}
+    return {x for x in called if x.namespace not in _OWN and not _torch.export.has_composition(x)}
 
 
 def _writes(graph: fx.Graph) -> list[fx.Node]:

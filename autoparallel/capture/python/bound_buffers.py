@@ -76,7 +76,8 @@ class BoundBuffers:
             require_may_leave(now, label, line)
             return Written(vars(watched.original), name, now, fills=False, line=line)
         if has_gradient:
-            raise refused_gradient(label, line)
+            table[name] = before
+            return refused_gradient(label, line)
         refused = refused_buffer(label, before, now, line)
         table[name] = before
         if refused:

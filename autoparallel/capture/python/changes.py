@@ -138,10 +138,20 @@ def refused_gradient(label: str, line: str) -> CaptureError:
     )
 
 
+def refused_trained(place: str, line: str) -> CaptureError:
+    """The refusal of a tensor with a gradient that no optimizer of the model's parameters sees."""
+    return refusal(
+        f"{place} is a parameter or trained, but it is not among the model's parameters; it is read",
+        line,
+        "move it into the model and register it there (nn.Parameter, nn.ParameterList, nn.ParameterDict, "
+        "nn.ModuleList), or keep a plain tensor (detach())",
+    )
+
+
 def is_first_value(before: Any, now: Any) -> bool:
     """Whether a call fills a cache that was empty: the next call reads what is there then, and is of another kind."""
     return (before is MISSING or before is None) and all(
-        not leaf.requires_grad if isinstance(leaf, torch.Tensor) else is_plain(leaf) for leaf in leaves_of(now)
+        isinstance(leaf, torch.Tensor) or is_plain(leaf) for leaf in leaves_of(now)
     )
 
 

@@ -174,4 +174,4 @@ def _values(new: Any) -> list[Any]:
 
 def _may_be_kept(leaf: Any) -> bool:
     """Whether a value may be in a container when a call ends, and be read by the next one."""
-    return may_leave(leaf) and not (isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+    return may_leave(leaf)

@@ -27,6 +27,7 @@ from autoparallel.capture.python.changes import (
     advice_on,
     is_first_value,
     refused_past_the_model,
+    refused_trained,
     require_may_leave,
 )
 from autoparallel.capture.python.class_state import ClassState
@@ -52,7 +53,7 @@ from autoparallel.graph.errors import CaptureError, refusal, refused_draw
 from autoparallel.graph.generators import GENERATORS
 from autoparallel.graph.labels import is_entry, label_of_entry, split_entry
 from autoparallel.graph.lines import line_of_frame
-from autoparallel.graph.plain_tensors import LOSS, holder_of
+from autoparallel.graph.plain_tensors import LOSS, TrainedAttribute, holder_of
 from autoparallel.graph.python_state import MISSING, PythonState, is_same, shown
 
 
@@ -82,7 +83,7 @@ class Recorder:
         model: nn.Module,
         copied: nn.Module,
         memo: dict[int, Any],
-        trained: Mapping[str, str],
+        trained: Mapping[str, TrainedAttribute],
         loss: tuple[nn.Module, nn.Module] | None,
         constants: Mapping[str, torch.Tensor],
         around: WatchedVariables,
@@ -102,6 +103,7 @@ class Recorder:
         self._past: dict[str, tuple[Any, str]] = {}  # lists and dicts that are read past the model, and where
         self.classes = ClassState()
         self._changes: dict[str, tuple[Any, str, CaptureError]] = {}
+        self._results: dict[str, tuple[torch.Tensor, str]] = {}  # with a gradient, and the line that reads it
         self._around, self._shared = around, shared
         self._recording = False
         objects = copied_objects({"": (model, copied), **({LOSS: loss} if loss else {})}, around, memo)
@@ -205,13 +207,12 @@ class Recorder:
         if self._refusal:
             return
         if label in self._trained and not self.containers.leads_to_journal(watched, name):
-            self._refusal = refusal(
-                f"{self._trained[label]} is a parameter or trained, but it is not among the model's parameters; it is "
-                "read",
-                line_of_frame(sys._getframe(3)),
-                "move it into the model and register it there (nn.Parameter, nn.ParameterList, nn.ParameterDict, "
-                "nn.ModuleList), or keep a plain tensor (detach())",
-            )
+            line, results = line_of_frame(sys._getframe(3)), self._trained[label].results
+            if results and self._is_reached(watched):  # of an earlier call: it is given to this one
+                entries, _ = self.containers.read_of(watched, name)
+                self._results |= {place: (x, line) for place, x in results.items() if place not in entries}
+            else:
+                self._refusal = refused_trained(self._trained[label].place, line)
         elif isinstance(getattr(value, "__self__", None), GENERATORS):
             self._refusal = refused_draw(
                 f"{label}, a method of a {type(value.__self__).__name__},", line_of_frame(sys._getframe(3))
@@ -282,6 +283,8 @@ class Recorder:
                     self._take(watched, name, line)
                 else:
                     self._take_unseen(watched, name)
+        for place, (value, line) in self._results.items():
+            self._changes[place] = value, line, refused_trained(place, line)
         entries = self.containers.taken(self.written)
         written = {label: x.value for label, x in self.written.items()} | entries
         for label, (now, refused) in self.containers.changes.items():

@@ -137,7 +137,7 @@ class CallReader:
                 continue
             if isinstance(value, DTensor) and value.device_mesh == self.kinds.maker.mesh:  # as a call has made it
                 self.kinds.exchange.of_other(f"a call that reads {label}")
-                value = _torch.dtensor.gather(value)
+                value = value.full_tensor()
             is_constant = is_plain(value) and not isinstance(value, int)
             if not (is_constant or may_be_carried(value)) or isinstance(value, DTensor):
                 form = "gone" if value is MISSING else f"a {type(value).__name__}"

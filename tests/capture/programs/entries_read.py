@@ -463,7 +463,7 @@ class MakesItsHistoryAnew(Two):
         return self.b(x)
 
 
-@program(refused="detached tensors")
+@program()
 class AddsUpWithGradients(Two):
     def __init__(self) -> None:
         super().__init__()
@@ -471,7 +471,7 @@ class AddsUpWithGradients(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        self.sums["loss"] += h.mean()  # refused
+        self.sums["loss"] = self.sums["loss"] + h.mean()
         return self.b(h)
 
 
