@@ -282,7 +282,10 @@ def _new_tensor(_: Trace, func: Any, self: Tensor, data: Any, **options: Any) ->
 
 
 def _as_tensor(_: Trace, func: Any, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
-    return (torch.tensor if _are_open(data) else func)(data, dtype=dtype, device=device)
+    if isinstance(data, Tensor):  # of a constant torch would make one that is of no trace
+        return data.to(device=device or data.device, dtype=dtype or data.dtype)
+    is_copied = isinstance(data, list | tuple) or _are_open(data)
+    return (torch.tensor if is_copied else func)(data, dtype=dtype, device=device)
 
 
 def _quantile(_: Trace, func: Any, input: Tensor, q: Any, *args: Any, **options: Any) -> Tensor:
