@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cache, partial
 from itertools import chain
@@ -253,6 +253,7 @@ def _undo(optimizer: torch.optim.Optimizer) -> ExitStack:
 def _after_step(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
     if optimizer in _UNDONE:
         _UNDONE.pop(optimizer).close()
-    states = chain.from_iterable(state.values() for state in optimizer.state.values())
+    named = ((x.values() if isinstance(x, Mapping) else (x,)) for x in optimizer.state.values())  # or under a name
+    states = chain.from_iterable(named)
     grads = (parameter.grad for parameter in _parameters_of(optimizer))  # which the step may have clipped
     note_changes(chain(_parameters_of(optimizer), grads, (x for x in states if isinstance(x, torch.Tensor))))
