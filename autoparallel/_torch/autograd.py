@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from autoparallel._torch.tensors import storage_mark, tensors_in
 
@@ -79,6 +80,13 @@ def _identity(x: torch.Tensor) -> torch.Tensor:
 def is_in_a_graph(parameter: torch.Tensor) -> bool:
     """Whether autograd has a node for a parameter, as graphs that it is in and hooks on several tensors hold."""
     return parameter._use_count() > 1  # type: ignore[attr-defined]
+
+
+def refuse_backward(parameter: torch.Tensor, refuse: Callable[[Any], None]) -> RemovableHandle:
+    """Has ``refuse`` be called, which raises, where a graph that a parameter is in would add to its gradient."""
+    node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+    handle: RemovableHandle = node.register_prehook(refuse)
+    return handle
 
 
 def functions_of(results: Sequence[torch.Tensor]) -> list[Any]:

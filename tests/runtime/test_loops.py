@@ -257,7 +257,9 @@ def _refusals() -> dict[str, str]:
     penalty = sum(p.square().sum() for p in model.parameters())
     results = {"held by a graph": raised(lambda: model(x, y))}
     del penalty
-    model.prepare(x, y)
+    sums = sum(p.sum() for p in model.parameters())  # of which the graph keeps no parameter
+    loss = model(x, y)
+    results["a graph that is left"] = raised((loss + sums).backward)
     penalty = sum(p.square().sum() for p in model.parameters())
     (model(x, y) + penalty).backward()
     results["dense gradients"] = raised(torch.optim.SparseAdam([model.up.weight]).step)
@@ -271,6 +273,7 @@ def test_what_a_loop_is_told_to_do_otherwise() -> None:
         assert re.search(r"up\.weight.*a graph that was made of it.*\n.*model\.prepare", results["held by a graph"]), (
             results
         )
+        assert re.search(r"made of it before.*\nWhat.*model\.prepare", results["a graph that is left"]), results
         assert re.search(r"SparseAdam.*dense.*\nWhat to change", results["dense gradients"]), results
         assert re.search(r"0\.weight is a DTensor already.*share a module", results["a shared module"]), results
 

@@ -213,15 +213,26 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _swap(parameter: nn.Parameter, new: nn.Parameter) -> None:
     """Makes a parameter what ``new`` is; it keeps its hooks, and what it says to the engine about them."""
     require_own_hooks("it", parameter)
+    is_in_a_graph = _torch.autograd.is_in_a_graph(parameter)  # which nobody may go through any more
+    handle = _torch.autograd.refuse_backward(parameter, _refuse_earlier) if is_in_a_graph else None
     try:
         _torch.tensors.swap_tensors(parameter, new)
     except RuntimeError as error:  # of torch, which counts who else refers to it
-        raise RuntimeError(
-            "a graph that was made of it before has not had its backward\n"
-            "What to change: compute what the loop makes of parameters (a penalty) after the model's first call, or "
-            "plan before with model.prepare(...)."
-        ) from error
+        if handle is not None:
+            handle.remove()
+        raise RuntimeError(_EARLIER) from error
     move_hooks(parameter, parameter)
+
+
+_EARLIER = (
+    "a graph that was made of it before has not had its backward\n"
+    "What to change: compute what the loop makes of parameters (a penalty) after the model's first call, or plan "
+    "before with model.prepare(...)."
+)
+
+
+def _refuse_earlier(_: Any) -> None:
+    raise RuntimeError(f"a parameter has been given its layout by the model's first call, and {_EARLIER}")
 
 
 def materialize(
